@@ -62,7 +62,14 @@ class Values:
 
     def undefined(self) -> dict[str, int]:
         """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
-        bound = {*dir(builtins), "__file__", "get_ipython", "display", *(name for _, name in self._bound)}
+        bound = {
+            *dir(builtins),
+            "__file__",
+            "__builtins__",
+            "get_ipython",
+            "display",
+            *(name for _, name in self._bound),
+        }
         names_ = (one for uses in self._uses.values() for one in uses if isinstance(one, ast.Name))
         used = {one.id: one.lineno for one in reversed([*names_])}
         unseen = "*" in bound or {"exec", "eval", "globals"} & used.keys()

@@ -165,13 +165,21 @@ def test_what_a_run_does_is_what_the_job_says(
         for part in above:
             holder = holder.get(part, {})
         found = holder.get(last)
-        found = "zero2" if found == {**ZERO, "stage": 2} else "zero3" if found == {**ZERO, "stage": 3} else found
+        found = (
+            "zero2" if found == {**ZERO, "stage": 2} else "zero3" if found == {**ZERO, "stage": 3} else found
+        )
         assert found == value, (key, said)
     assert any(sentence in one for one in said), said
     assert not any("ds.json is not there" in one or one.startswith("conflict") for one in said), said
 
 
-ZERO = {"engine": "deepspeed", "offload_optimizer": "none", "offload_parameters": "none", "bucket": 500_000_000, "reshard": True}
+ZERO = {
+    "engine": "deepspeed",
+    "offload_optimizer": "none",
+    "offload_parameters": "none",
+    "bucket": 500_000_000,
+    "reshard": True,
+}
 
 REFUSED = {
     "classes": ("from transformers import AutoModelForSequenceClassification, Trainer\n"

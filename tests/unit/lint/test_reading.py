@@ -119,11 +119,48 @@ def test_a_recipe_that_a_command_gives_to_a_script_is_read(tmp_path: Path) -> No
     assert "misspelt-key" in {one.rule for one in check(Setup(documents=documents), broken).findings}
 
 
-def test_a_loop_in_a_class_is_said_to_be_not_judged() -> None:
-    text = "import torch\nclass Mine:\n    def train(self):\n        for x in self.data:\n            self.model(x).backward()\n"
+CLASS = """import torch
+from transformers import get_scheduler
+class Trainer:
+    def __init__(self, model, data, args):
+        self.model, self.data, self.args = model, data, args
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        self.total = args.epochs * len(data) // args.accumulate
+        self.scheduler = get_scheduler("cosine", self.optimizer, 0, self.total)
+    def micro_batch(self, batch):
+        loss = self.model(batch).loss{divided}
+        loss.backward()
+        return loss
+    def train(self):
+        for i, batch in enumerate(self.data):
+            self.micro_batch(batch)
+            if (i + 1) % self.args.accumulate:
+                continue
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            {step}
+"""
+
+
+@pytest.mark.parametrize(
+    ("divided", "step", "rules"),
+    [
+        ("", "self.scheduler.step()", {"loss-not-divided"}),
+        (" / self.args.accumulate", "self.scheduler.step()", set()),
+        ("", "[p.grad.div_(self.args.accumulate) for p in self.model.parameters()]", set()),
+    ],
+)
+def test_a_loop_over_the_methods_of_a_class_is_judged(divided: str, step: str, rules: set[str]) -> None:
+    text = CLASS.format(divided=divided, step=step)
+    found = check(Setup(documents=(read(text, "train.py"),))).findings
+    assert {one.rule for one in found} == rules
+
+
+def test_a_schedule_of_a_method_that_each_micro_batch_steps(tmp_path: Path) -> None:
+    text = CLASS.format(divided=" / self.args.accumulate", step="pass")
+    text = text.replace("loss.backward()\n", "loss.backward()\n        self.scheduler.step()\n")
     (found,) = check(Setup(documents=(read(text, "train.py"),))).findings
-    assert "the training loop is in a class, `Mine`" in found.what
-    assert found.line == 2
+    assert (found.rule, found.line) == ("schedule-per-micro-batch", 12)
 
 
 def test_a_configuration_in_a_script_is_still_judged_after_the_script_was_fixed(tmp_path: Path) -> None:

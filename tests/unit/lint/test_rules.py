@@ -72,6 +72,20 @@ for batch in data:
     engine.backward(engine(batch))
     {}
 """
+ACCUMULATED = """from torch.optim import AdamW
+from transformers import get_scheduler
+from mine import model, data, n
+optimizer = AdamW(model.parameters())
+schedule = get_scheduler("cosine", optimizer, 0, len(data) // n)
+for i, batch in enumerate(data):
+    loss = model(batch).loss
+    {loss}.backward()
+    if (i + 1) % n == 0:
+        optimizer.step()
+        {both}
+        optimizer.zero_grad()
+    {every}
+"""
 PREPARED = """from accelerate import Accelerator
 from setting import *
 accelerator = Accelerator({})
@@ -616,6 +630,16 @@ CASES = (
         "accumulate-is-missing",
         PREPARED.format("gradient_accumulation_steps=4", STEPS),
         PREPARED.format("gradient_accumulation_steps=1", STEPS),
+    ),
+    Case(
+        "loss-not-divided",
+        ACCUMULATED.format(loss="loss", every="pass", both="schedule.step()"),
+        ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
+    ),
+    Case(
+        "schedule-per-micro-batch",
+        ACCUMULATED.format(loss="(loss / n)", every="schedule.step()", both="pass"),
+        ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
     Case(
         "no-sampler",

@@ -16,13 +16,14 @@ from shardwise.lint.rules import (
     ranks,
     reader,
     sections,
+    steps,
     training,
     zero,
     zeus,
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, arguments, launch, loop, ranks, zeus]
+SUBJECTS += [sections, accelerate, fsdp, training, arguments, launch, loop, steps, ranks, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

@@ -98,10 +98,10 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     engine |= bool(setup.of("deepspeed"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
         place = around(program, call)
-        known, text = is_optimizer(made.get(_stepped(call), "")), ast.unparse(place)
-        often = isinstance(place, ast.For | ast.While) or f"{_stepped(call)} = " not in text
+        known, text = is_optimizer(made.get(stepped(call), "")), ast.unparse(place)
+        often = isinstance(place, ast.For | ast.While) or f"{stepped(call)} = " not in text
         if known and often and ".backward(" in text:
-            yield Hit((), fix=f"{_stepped(call)}.zero_grad() after the step", line=call.lineno)
+            yield Hit((), fix=f"{stepped(call)}.zero_grad() after the step", line=call.lineno)
             return
 
 
@@ -111,17 +111,17 @@ def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     made = made_by(document)
     for node in ast.walk(tree_of(document)):
         block = node.body if isinstance(node, ast.For | ast.While | ast.With) else []
-        steps = [(one, call) for one in block for call in within(one) if _stepped(call)]
-        own = [at for at, (_, call) in enumerate(steps) if is_optimizer(made.get(_stepped(call), ""))]
+        steps = [(one, call) for one in block for call in within(one) if stepped(call)]
+        own = [at for at, (_, call) in enumerate(steps) if is_optimizer(made.get(stepped(call), ""))]
         for one, call in steps[: own[0]] if own else ():
             alone = isinstance(one, ast.Expr) and one.value is call and not call.args
-            if alone and "sched" in _stepped(call).lower():
+            if alone and "sched" in stepped(call).lower():
                 fix = f"`{ast.unparse(call)}` after line {steps[own[0]][1].lineno}"
                 yield Hit((), fix=fix, line=call.lineno)
                 return
 
 
-def _stepped(call: ast.Call) -> str:
+def stepped(call: ast.Call) -> str:
     """What `optimizer.step()` or `scaler.step(optimizer)` steps; empty of other calls."""
     owner, _, last = ast.unparse(call.func).rpartition(".")
     scaled = "scaler" in owner.lower() and call.args

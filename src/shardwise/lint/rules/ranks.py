@@ -64,7 +64,8 @@ def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
     epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
-    if made and epochs and not re.search(r"set_epoch|\.prepare\(|[Ll]ightning|Trainer\(", document.text):
+    trainer = any(name.endswith("Trainer") for name in document.uses)
+    if made and epochs and not (trainer or re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text)):
         fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
         yield Hit((), fix=fix, line=made[0].lineno)
 

@@ -341,10 +341,6 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     if document.syntax == "python":
         judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *_WORDS])
         open_ += [f"`{name}`" for name in judged if document.has(name) and setup.training(name) is None]
-    classes = (one for one in tree_of(document).body if isinstance(one, ast.ClassDef))
-    if loop := next((one for one in classes if ".backward(" in ast.unparse(one)), None):
-        what = f"the training loop is in a class, `{loop.name}`: rules on loops follow functions only"
-        yield Hit((), what, "nothing: a look at its sampler, gradients and ranks", line=loop.lineno)
     if open_:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
         yield Hit((), what, "name the command or file with the values, too, or write them in the script")

@@ -1,0 +1,132 @@
+"""Accumulation in a loop of one's own: how large the gradients are, and when the schedule advances."""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from shardwise.lint.document import Document
+from shardwise.lint.finding import Hit
+from shardwise.lint.rules.loop import made_by, stepped
+from shardwise.lint.rules.training import is_optimizer, training_rule, tree_of
+from shardwise.lint.setup import Setup
+
+_OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
+_NORMALISED = re.compile(  # by hand, in whatever way
+    r"(loss|grad|scale)\w*[^\n]*?(/|\.div|\.mul)|/ *\(?[\w.]*accum|backward\([^\n]*[/*]|'sum'|\.sum\(\)"
+)
+_DEEPEST = 3  # functions within one another
+
+
+class _Run(NamedTuple):
+    """A call that a loop runs, also in functions that it calls, and the conditions above it."""
+
+    call: ast.Call
+    tests: tuple[ast.expr, ...]
+
+
+class _Loop(NamedTuple):
+    """An innermost loop that trains: `backward`, the optimizer's step, and what the latter waits for."""
+
+    runs: list[_Run]
+    text: str  # of the loop and the functions that it calls
+    backward: ast.Call
+    every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
+
+
+def _runs(body: Sequence[ast.stmt], own: dict[str, ast.FunctionDef], deep: int = _DEEPEST) -> Iterator[_Run]:
+    """The calls of statements, in their order."""
+    tests: tuple[ast.expr, ...] = ()
+    for one in body:
+        blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
+        inner = [part for block in blocks for part in block] + [
+            part for handler in getattr(one, "handlers", []) for part in handler.body
+        ]
+        if isinstance(one, ast.If):
+            for run in _runs(one.body, own, deep):
+                yield run._replace(tests=(*tests, one.test, *run.tests))
+            for run in _runs(one.orelse, own, deep):
+                yield run._replace(tests=(*tests, *run.tests))
+            tests += (one.test,) if isinstance(one.body[-1], ast.Continue | ast.Return) else ()
+            continue
+        below = {node for part in inner for node in ast.walk(part)}
+        for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
+            yield _Run(call, tests)
+            function = own.get(ast.unparse(call.func).removeprefix("self."))
+            for run in _runs(function.body, own, deep - 1) if function and deep else ():
+                yield run._replace(tests=(*tests, *run.tests))
+        for run in _runs(inner, own, deep):
+            yield run._replace(tests=(*tests, *run.tests))
+
+
+def _loops(document: Document) -> Iterator[_Loop]:
+    """The innermost loops with a backward pass and an optimizer's step."""
+    program, made = tree_of(document), made_by(document)
+    own = {one.name: one for one in ast.walk(program) if isinstance(one, ast.FunctionDef)}
+    found = list[tuple[set[int], _Loop]]()
+    for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
+        runs = [*_runs(loop.body, own)]
+        names = {ast.unparse(run.call.func).removeprefix("self.") for run in runs}
+        text = "\n".join(map(ast.unparse, (loop, *(own[name] for name in names & own.keys()))))
+        steps = [run for run in runs if _of_optimizer(stepped(run.call), made)]
+        backward = next((one.call for one in runs if ast.unparse(one.call.func).endswith(".backward")), None)
+        if steps and backward:
+            before = {run.call: run.tests for run in runs}[backward]
+            waits = (test for test in steps[0].tests if test not in before)
+            every = next((mod for test in waits for mod in _moduli(test)), None)
+            found.append(({run.call.lineno for run in runs}, _Loop(runs, text, backward, every)))
+    for lines, one in found:
+        if not any(other < lines for other, _ in found):
+            yield one
+
+
+def _of_optimizer(name: str, made: dict[str, str]) -> bool:
+    return bool(name) and (is_optimizer(made.get(name, "")) or "optim" in name.lower())
+
+
+def _moduli(test: ast.expr) -> Iterator[ast.expr]:
+    mods = (one for one in ast.walk(test) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod))
+    return (one.right for one in mods)
+
+
+@training_rule("warning", "autograd adds to .grad; torch/nn/utils/clip_grad.py")
+def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
+    """The gradients of accumulated micro-batches add up: the loss is to be divided by their number."""
+    for loop in _loops(document) if not _OTHERS.search(document.text) else ():
+        if loop.every is not None and not _NORMALISED.search(loop.text):
+            count = ast.unparse(loop.every).removeprefix("self.")
+            what = (
+                f"the optimizer steps after {count} micro-batches, whose gradients add up: they are {count} "
+            )
+            what += "times as large, and clipping cuts nearly every step"
+            yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
+
+
+@training_rule("error", "torch/optim/lr_scheduler.py: step")
+def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
+    """The schedule counts the optimizer's steps, and advances at each micro-batch: it ends too early."""
+    program = tree_of(document)
+    given = {
+        ast.unparse(one.targets[0]): one.value for one in ast.walk(program) if isinstance(one, ast.Assign)
+    }
+    for loop in _loops(document) if not _OTHERS.search(document.text) else ():
+        for run in loop.runs:
+            name = stepped(run.call)
+            often = loop.every is not None and not any([*_moduli(test)] for test in run.tests)
+            made = given.get(name) if "sched" in name.lower() and often else None
+            if isinstance(made, ast.Call) and loop.every is not None:
+                count = ast.unparse(loop.every).removeprefix("self.")
+                texts = " ".join(_followed(made, given))
+                if re.search(rf"//? *\(?([\w.]*{re.escape(count)}|[\w.]*accum)", texts):
+                    what = "the schedule was made for the optimizer's steps, and advances at each of the "
+                    what += f"{count} micro-batches of one: it ends after 1/{count} of the training"
+                    yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
+
+
+def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:
+    """The text of an expression, and of what the names in it were given."""
+    yield ast.unparse(made)
+    for one in ast.walk(made):
+        held = given.get(ast.unparse(one)) if isinstance(one, ast.Name | ast.Attribute) else None
+        if held is not None and held is not made and deep and "(" not in ast.unparse(one):
+            yield from _followed(held, given, deep - 1)
