@@ -543,8 +543,8 @@ CASES = (
     Case("module-flag-and-file", "deepspeed --module train.py --deepspeed d.json", "deepspeed train.py"),
     Case(
         "visible-devices",
-        "CUDA_VISIBLE_DEVICES=0,1 deepspeed --num_gpus 2 train.py",
-        "CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py",
+        "CUDA_VISIBLE_DEVICES=2,3 deepspeed --num_gpus 2 train.py",
+        "CUDA_VISIBLE_DEVICES=2,3 deepspeed train.py",
     ),
     Case(
         "more-processes-than-devices",
@@ -561,6 +561,16 @@ CASES = (
         "nodes-meet-at-localhost",
         "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
         "torchrun --nnodes 1 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
+    ),
+    Case(
+        "one-process-for-several-gpus",
+        "#SBATCH --gres=gpu:8\ntorchrun train.py\n",
+        "#SBATCH --gres=gpu:8\ntorchrun --nproc-per-node 8 train.py\n",
+    ),
+    Case(
+        "bf16-without-hardware",
+        "#SBATCH --gres=gpu:v100:1\ntorchrun train.py --bf16\n",
+        "#SBATCH --gres=gpu:a100:1\ntorchrun train.py --bf16\n",
     ),
     Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
     Case(

@@ -9,8 +9,16 @@ from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity
 from shardwise.lint.read import is_file
-from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of
+from shardwise.lint.rules.training import (
+    calls,
+    given_to_trainers,
+    is_optimizer,
+    training_rule,
+    tree_of,
+    within,
+)
 from shardwise.lint.schema import as_number, closest, names, table, toml_file
+from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
 
@@ -21,6 +29,10 @@ _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
 _NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
+_OF_LOADER = ("batch_size", "num_workers", "prefetch_factor")
+_CONVERTERS = ("int", "float", "eval", "literal_eval", "round")
+_CHANGES = re.compile(r"setattr\(|jsonargparse|simple_parsing|OmegaConf|ast\.literal_eval|__dict__")
+_OTHER = {"type", "action", "nargs", "choices", "const", None}  # None: `**rest`
 _STRANGE = 4  # a file of which more than one key in four is not known is another tool's
 _LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
 _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
@@ -70,9 +82,12 @@ def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((keyword.arg,), what, "", (change,), severity, keyword.lineno)
 
 
-@training_rule("error", "transformers/training_args.py: text stays text; run with 5.23")
-def argument_is_text(document: Document, _: Setup) -> Iterator[Hit]:
+@training_rule(
+    "error", "transformers/training_args.py, argparse, torch DataLoader: text stays text; run with 5.23"
+)
+def argument_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """The arguments' class takes text, and the training stops where it needs the number."""
+    yield from _flags_as_text(document, setup)
     for call in calls(document, *_KNOWN):
         for keyword in call.keywords if ast.unparse(call.func) in document.uses else ():
             value = getattr(keyword.value, "value", None)
@@ -80,6 +95,106 @@ def argument_is_text(document: Document, _: Setup) -> Iterator[Hit]:
             if isinstance(value, str) and name in _NUMBERS and as_number(value) is not None:
                 what = f"{name} is the text {value!r}, and no number: TypeError where it is needed"
                 yield Hit((name,), what, f"{name}={value}", (), None, keyword.lineno)
+
+
+def _flags_as_text(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Flags without `type=` whose text reaches what needs a number, and stops it."""
+    if "argparse" not in document.text or _CHANGES.search(document.text):
+        return
+    program = tree_of(document)
+    holders, needs = _holders(program), dict[str, tuple[str, bool]]()
+    for who, node in _need_numbers(program):
+        direct = isinstance(node, ast.Attribute) and ast.unparse(node.value) in holders
+        if direct or isinstance(node, ast.Name):
+            needs[_last(node)] = who, direct or needs.get(_last(node), ("", False))[1]
+    for call in calls(document, "add_argument"):
+        flags, name, default = options(call)
+        if name not in needs or _OTHER & {one.arg for one in call.keywords} or not flags:
+            continue
+        who, direct = needs[name]
+        value = getattr(default, "value", None) if default else None
+        always = direct and (value is None or (isinstance(value, str) and as_number(value) is not None))
+        passed = [n for one in setup.of("training") if (n := _passed(one, document, flags)) is not None]
+        if (always or passed) and _unchanged(program, name, holders, direct=direct):
+            kind = (
+                "float" if any(isinstance(one, float) for one in (value, *passed)) or name == "lr" else "int"
+            )
+            shown = f"--{flags[0]}" if "'--" in ast.unparse(call) else name
+            what = f"`{shown}` has no type=: argparse gives it as text, and {who} stops: it needs a number"
+            yield Hit((), what, f"type={kind} in its add_argument", line=call.lineno)
+
+
+def _passed(command: Document, script: Document, flags: list[str]) -> float | None:
+    """The number that a command gives the flag of a script."""
+    mine = Path(str(command.get("script"))).name == Path(script.name).name
+    name = next((one for one in flags if mine and one in command.flags), None)
+    return command.number(name) if name else None
+
+
+def _last(node: ast.AST | None) -> str:
+    return ast.unparse(node).rpartition(".")[2] if isinstance(node, ast.Name | ast.Attribute) else ""
+
+
+def _need_numbers(program: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """What needs a number, and the expressions that it gets."""
+    for call in within(program):
+        who = _last(call.func)
+        needed = _NUMBERS if who in _KNOWN else {*_OF_LOADER} if who == "DataLoader" else frozenset[str]()
+        needed = {"lr"} if is_optimizer(who) else needed
+        places = call.args if who == "range" else call.args[1:2] if who == "DataLoader" else []
+        yield from ((who, one) for one in places)
+        yield from ((who, one.value) for one in call.keywords if one.arg in needed)
+
+
+def _holders(program: ast.Module) -> set[str]:
+    """The variables that hold what a parser read."""
+    makers = {"parse_args", "parse_known_args"}
+    for one in ast.walk(program):
+        if isinstance(one, ast.FunctionDef) and any(_last(call.func) == "parse_args" for call in within(one)):
+            makers.add(one.name)
+    held = set[str]()
+    for one in ast.walk(program):
+        match one:
+            case ast.Assign(targets=[target], value=ast.Call(func=made)) if _last(made) in makers:
+                held.add(ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target))
+    return held
+
+
+def _unchanged(program: ast.Module, name: str, holders: set[str], *, direct: bool) -> bool:
+    """Whether no statement makes a number of a flag's text, and other variables of its name hold it, too."""
+    uses = [one for one in ast.walk(program) if isinstance(one, ast.Attribute) and one.attr == name]
+    if not any(ast.unparse(one.value) in holders for one in uses):
+        return False
+    for one in ast.walk(program):
+        match one:
+            case ast.Call(func=made, args=given) if _last(made) in _CONVERTERS:
+                if any(_last(inner) == name for part in given for inner in ast.walk(part)):
+                    return False
+            case ast.Assign(targets=targets, value=value):
+                plain = _last(value) == name and not any(isinstance(to, ast.Attribute) for to in targets)
+                if name in map(_last, targets) and not plain:
+                    return False
+            case ast.AugAssign(target=to) | ast.AnnAssign(target=to) | ast.For(target=to) if (
+                _last(to) == name
+            ):
+                return False
+            case ast.FunctionDef() if not direct and not _gets(program, one, name):
+                return False
+    return True
+
+
+def _gets(program: ast.Module, function: ast.FunctionDef, name: str) -> bool:
+    """Whether all calls of a function give its parameter of this name the variable of this name."""
+    own = [one.arg for one in function.args.args]
+    if name not in own:
+        return True
+    place = own.index(name) - (own[0] in ("self", "cls"))
+    found = [call for call in within(program) if _last(call.func) == function.name]
+    for call in found:
+        by_name = next((one.value for one in call.keywords if one.arg == name), None)
+        if _last(by_name or next(iter(call.args[place : place + 1]), None)) != name:
+            return False
+    return bool(found)
 
 
 @training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-07")

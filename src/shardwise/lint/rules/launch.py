@@ -7,6 +7,14 @@ from pathlib import Path
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.rules.devices import (
+    SHOWS,
+    devices_of,
+    gpus_of,
+    header,
+    of_launcher,
+    processes_of_node,
+)
 from shardwise.lint.rules.training import calls, training_rule, tree_of, within
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
@@ -19,14 +27,10 @@ _OPEN_PARSER = re.compile(
 )
 _HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
-_SBATCH = re.compile(
-    r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node|gres=gpu)|-N)[=: ](?:\w+:)?(\d{1,6})"
-    r"(?=[ \t]*(?:#|$))",
-    re.MULTILINE,
-)
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
 _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
-_SHOWN = re.compile(r"^os\.environ\[.CUDA_VISIBLE_DEVICES.\] *= *['\"]([\d,]+)['\"]", re.MULTILINE)
+_COUNTS = ("nodes", "ntasks-per-node")
+_MOST_GPUS = 64  # of a node
 _BEFORE = "before the script's name: it is the launcher's"
 _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
@@ -72,34 +76,49 @@ def module_flag_and_file(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("module",), what, "remove --module")
 
 
-@training_rule("warning", f"{_RUNNER}: CUDA_VISIBLE_DEVICES")
+@training_rule("warning", f"{_RUNNER}: visible_devices, main; apply_num_nodes_and_gpus")
 def visible_devices(document: Document, _: Setup) -> Iterator[Hit]:
-    """The launcher sets the variable itself."""
-    if document.get("launcher") != "deepspeed" or not document.has("CUDA_VISIBLE_DEVICES"):
+    """The launcher ignores the variable if a flag chooses GPUs."""
+    given = str(document.get(SHOWS) if document.has(SHOWS) else document.environment.get(SHOWS, ""))
+    flags = [name for name in ("include", "exclude", "num_gpus") if of_launcher(document, name)]
+    if document.get("launcher") != "deepspeed" or document.has("hostfile") or not given or not flags:
         return
-    flags = [name for name in ("include", "exclude", "num_gpus", "num_nodes") if document.has(name)]
-    if flags:
-        what = f"the deepspeed launcher overwrites it if --{flags[0]} is given"
-        fix = "--include localhost:0,1 names the GPUs; remove CUDA_VISIBLE_DEVICES"
-        yield Hit(("CUDA_VISIBLE_DEVICES",), what, fix)
+    flag, shown = flags[0], given.strip(",") if re.fullmatch(r"\d+(,\d+)*,?", given) else ""
+    count = document.number("num_gpus") if flag == "num_gpus" else None
+    used = _first(len(shown.split(",")) if count is None else min(int(count), _MOST_GPUS))
+    if flag == "num_gpus" and f"{shown},".startswith(f"{used},"):
+        return  # the GPUs that it takes anyway
+    if flag == "include" and document.get(flag) == f"localhost:{shown}":
+        return
+    what = f"{SHOWS}={given}: the deepspeed launcher ignores it if --{flag} is given"
+    what += f", and runs on GPU{'s' * (count > 1)} {used}" if count else ""
+    fix = f"--include localhost:{shown or '0,1'} in place of the variable and --{flag}"
+    yield Hit((SHOWS if document.has(SHOWS) else flag,), what, fix)
 
 
-@training_rule("error", "torch.cuda.set_device: invalid device ordinal")
+def _first(count: int) -> str:
+    return ",".join(map(str, range(count)))
+
+
+@training_rule("error", "torch.cuda.set_device: invalid device ordinal; accelerate/commands/launch.py")
 def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hit]:
-    """CUDA_VISIBLE_DEVICES shows fewer GPUs than the node has processes: `invalid device ordinal`."""
-    key, nodes = "CUDA_VISIBLE_DEVICES", document.number("num_machines") or 1
-    shown = str(document.get(key) if document.has(key) else document.environment.get(key, ""))
-    inside = (_SHOWN.search(one.text) for one in setup.of("training") if one.syntax == "python")
-    shown = next((one[1] for one in inside if one), shown)  # which counts more
-    each = document.number("nproc_per_node") or (document.number("num_processes") or 0) / nodes
-    if document.get("launcher") in ("torchrun", "accelerate") and re.fullmatch(r"\d+(,\d+)*,?", shown):
-        devices = len(shown.strip(",").split(","))
-        if each > devices:
-            name = "nproc_per_node" if document.has("nproc_per_node") else "num_processes"
-            what = (
-                f"CUDA_VISIBLE_DEVICES={shown} shows {devices} GPUs to {each:g} processes: the others stop "
-            )
-            yield Hit((name,), what + "with `invalid device ordinal`", f"--{name} {devices * nodes:g}")
+    """The node has more processes than GPUs that they see: `invalid device ordinal`."""
+    found, seen = processes_of_node(document, setup), devices_of(document, setup)
+    if not found or not seen or found[0] <= seen[0]:
+        return
+    (each, name, holder), (devices, shows) = found, seen
+    if document.get("launcher") == "torchrun" and not shows.startswith(SHOWS):
+        return  # `slurm_and_launcher` says it
+    count = holder.number(name) or each
+    where = "" if holder is document else f"{Path(holder.name).name} has {name} {count:g}: "
+    what = f"{where}{shows} {devices} GPUs to {each:g} processes: the others stop with "
+    fix = f"--{name} {devices * count / each:g}" + (
+        f", or the same in {Path(holder.name).name}" if where else ""
+    )
+    key = (name,) if holder is document else ()
+    yield Hit(
+        key, what + "`invalid device ordinal`", fix, line=document.line((name if key else "config_file",))
+    )
 
 
 @training_rule("error", "argparse: `unrecognized arguments`, `the following arguments are required`")
@@ -192,11 +211,11 @@ def _fields(made: ast.ClassDef) -> dict[str, bool]:
 @training_rule("error", "https://slurm.schedmd.com/sbatch.html; torch/distributed/run.py")
 def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     """The nodes, tasks and GPUs that the job asks for are not those of the launch command."""
-    asked = {long or "nodes": int(count) for long, count in _SBATCH.findall(document.text)}
+    asked = header(document)
     if document.get("launcher") != "torchrun" or not asked:
         return
-    nodes, tasks = asked.get("nodes"), asked.get("ntasks-per-node", 1)
-    gpus, each = asked.get("gpus-per-node") or asked.get("gres=gpu"), document.number("nproc_per_node")
+    nodes, tasks = (int(n) if (n := asked.get(name, "")).isdecimal() else None for name in _COUNTS)
+    (gpus, _kind), each = gpus_of(asked), document.number("nproc_per_node")
     srun, launched = _SRUN.search(document.text), document.number("nnodes")
     if launched and nodes and launched != nodes:
         what = f"the job has {nodes} nodes, and torchrun waits for {launched:g}"
@@ -212,7 +231,7 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
         severity: Severity = "error" if each > gpus else "warning"
         what = f"torchrun starts {each:g} processes on a node with {gpus} GPUs: {effect}"
         yield Hit(("nproc_per_node",), what, f"--nproc_per_node {gpus}", severity=severity)
-    if srun and tasks > 1 and document.has("nproc_per_node"):
+    if srun and (tasks or 1) > 1 and document.has("nproc_per_node"):
         what = f"srun starts torchrun {tasks} times on each node, and each starts all processes of the node"
         yield Hit(("nproc_per_node",), what, "#SBATCH --ntasks-per-node=1")
 
