@@ -5,6 +5,7 @@ from shardwise.lint.rules import (
     accelerate,
     arguments,
     batch,
+    families,
     fsdp,
     keys,
     launch,
@@ -22,7 +23,7 @@ from shardwise.lint.rules import (
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, arguments, launch, loop, ranks, zeus]
+SUBJECTS += [sections, accelerate, fsdp, training, arguments, families, launch, loop, ranks, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))
