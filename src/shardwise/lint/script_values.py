@@ -38,7 +38,7 @@ class Values:
         self.flow = Flow(self._above, self.value, imported=self._inputs.imported)
         self.presets = Presets(self._inputs)
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
-        self._reading, self._open = set[ast.AST](), frozenset[ast.AST]()
+        self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         for node in nodes:
             self._bind(node)
@@ -263,8 +263,16 @@ class Values:
         return known
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
-        if (rows := self._rows(self.meant(holder))) is None:
+        made = self.meant(holder)
+        if (rows := self._rows(made)) is None or made in self._held:  # a mapping may hold itself
             return []  # without a use of the name, which may be a flag
+        self._held = self._held | {made}
+        try:
+            return self._in_rows(rows, name, other)
+        finally:
+            self._held = self._held - {made}
+
+    def _in_rows(self, rows: Sequence[Any], name: ast.expr, other: Sequence[ast.expr]) -> list[Any]:
         text = self.value(name)
         key = (text,) if isinstance(text, str) and text != UNKNOWN else None
         for path, item, _ in reversed(rows):

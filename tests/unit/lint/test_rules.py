@@ -141,6 +141,30 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--rate")
 parser.parse_args()
 """
+NEOX = """model_name_or_path: EleutherAI/pythia-6.9b
+output_dir: o
+fsdp: full_shard auto_wrap
+fsdp_config:
+  transformer_layer_cls_to_wrap: {}
+"""
+TARGETS = """from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+m = AutoModelForCausalLM.from_pretrained("bigscience/bloomz-7b1-mt")
+def train(lora_target_modules={}):
+    LoraConfig(target_modules=list(lora_target_modules))
+train()
+"""
+FACTORY = """model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+output_dir: o
+finetuning_type: lora
+template: {}
+"""
+ENDED = """from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer
+from data import encode, m, tokenizer
+tokenizer.pad_token = tokenizer.eos_token
+rows = encode(lambda row: row["answer"] + tokenizer.eos_token)
+Trainer(m, train_dataset=rows, data_collator={}).train()
+"""
 LOAD = "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('x', {})\n"
 
 
@@ -528,6 +552,22 @@ CASES = (
         "named-file-is-missing",
         "accelerate launch --config_file there-is-none.yaml train.py",
         "accelerate launch --config_file $here/none.yaml train.py",
+    ),
+    Case(
+        "fsdp-class-of-another-family",
+        NEOX.format("LlamaDecoderLayer"),
+        NEOX.format("GPTNeoXLayer"),
+    ),
+    Case(
+        "lora-targets-of-another-family",
+        TARGETS.format(["q_proj", "v_proj"]),
+        TARGETS.format(["q_proj", "query_key_value"]),
+    ),
+    Case("template-of-another-family", FACTORY.format("llama3"), FACTORY.format("qwen")),
+    Case(
+        "end-token-is-not-learned",
+        ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)"),
+        ENDED.format("DataCollatorForSeq2Seq(tokenizer)"),
     ),
     Case(
         "lost-flags",

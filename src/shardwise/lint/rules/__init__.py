@@ -6,6 +6,7 @@ from shardwise.lint.rules import (
     arguments,
     batch,
     devices,
+    families,
     fsdp,
     keys,
     launch,
@@ -24,7 +25,8 @@ from shardwise.lint.rules import (
 )
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, arguments, launch, devices, loop, steps, ranks, zeus]
+SUBJECTS += [sections, accelerate, fsdp, training, arguments, families, launch, devices, loop, steps, ranks]
+SUBJECTS += [zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

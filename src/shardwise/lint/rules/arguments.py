@@ -2,13 +2,14 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardwise.lint.document import Document
-from shardwise.lint.edit import Rename
+from shardwise.lint.edit import Drop, Rename
 from shardwise.lint.finding import Hit, Severity
 from shardwise.lint.read import is_file
+from shardwise.lint.rules.families import known_values, named_models
 from shardwise.lint.rules.training import (
     calls,
     given_to_trainers,
@@ -34,6 +35,10 @@ _CONVERTERS = ("int", "float", "eval", "literal_eval", "round")
 _CHANGES = re.compile(r"setattr\(|jsonargparse|simple_parsing|OmegaConf|ast\.literal_eval|__dict__")
 _OTHER = {"type", "action", "nargs", "choices", "const", None}  # None: `**rest`
 _STRANGE = 4  # a file of which more than one key in four is not known is another tool's
+_OTHER_NAMES: dict[str, dict[str, str]] = _ARGUMENTS["other_names"]
+_DROPS = {"Axolotl": "which drops it silently, and uses its default"}
+_DROPS["LLaMA-Factory"] = "which stops: `Some keys are not used by the HfArgumentParser`"
+_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "gptj")  # a position past the last has no row
 _LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
 _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), (_TRAINERS, "TypeError", "error")),
@@ -197,12 +202,38 @@ def _gets(program: ast.Module, function: ast.FunctionDef, name: str) -> bool:
     return bool(found)
 
 
-@training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-07")
+def _tool_of(document: Document) -> str:
+    """The framework that certainly reads a file."""
+    rows = document.get("datasets") or document.get("pretraining_dataset")
+    listed = isinstance(rows, list) and all(isinstance(one, Mapping) and "path" in one for one in rows)
+    if document.has("base_model") and listed:
+        return "Axolotl"
+    factory = document.has("model_name_or_path") and document.has("finetuning_type")
+    return "LLaMA-Factory" if factory and document.syntax != "python" else ""
+
+
+def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterator[Hit]:
+    """Keys that other tools have for what this file's tool calls otherwise."""
+    tool = _tool_of(document) if document.syntax in ("yaml", "json") else ""
+    lenient = tool == "Axolotl" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
+    for right, words in _OTHER_NAMES.get(tool, {}).items():
+        for name in words.split():
+            twice = document.has(right)
+            if document.has(name) and name not in own and not (twice and lenient):
+                what = f"`{name}` is no key of {tool}, {_DROPS[tool]}"
+                change = Drop((name,)) if twice else Rename((name,), right)
+                yield Hit((name,), what, "", (change,), "warning" if lenient else "error")
+
+
+@training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-08")
 def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tool knows a similar key only: it stops, or ignores this one."""
     scripts = [one for one in setup.of("training") if one.syntax == "python"]
     own = {word for one in scripts for word in re.findall(r"\w+", one.text)}
-    strange = [name for name in document.values if name not in _FRAMEWORKS]
+    others = [*_names_of_others(document, setup, own)]
+    yield from others
+    named = {hit.key[0] for hit in others}
+    strange = [name for name in document.values if name not in _FRAMEWORKS | named]
     of_these = document.syntax in ("yaml", "json") and len(strange) * _STRANGE < len(document.values)
     for name in strange if of_these and not unread_tool(document) else ():
         near = None if name in own else _near(str(name), _FRAMEWORKS)
@@ -235,12 +266,35 @@ def warmup_never_ends(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("warning", "the model's config.json: max_position_embeddings")
 def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit]:
     """Rows are longer than the model was trained for."""
-    shape = lookup(setup.named_model or "")
+    if not any(name in document.text for name in _LENGTHS):
+        return
+    found = named_models(setup) if document.syntax == "python" else {setup.named_model or ""}
+    model = next(iter(found)) if len(found) == 1 else ""
+    shape = lookup(model)
     most = shape.positions if shape else None
-    for name in _LENGTHS if most and "rope_scaling" not in document.text else ():
-        length = document.number(name)
-        if most and length and length > most:
-            yield Hit((name,), f"{name} is {length:g}: {setup.named_model} has {most} positions", f"{most}")
+    if not shape or not most or re.search("rope_scaling|n_positions|max_position_emb", document.text):
+        return
+    given = [(name, document.number(name), document.line((name,))) for name in _LENGTHS]
+    given += [("max_length", *one) for one in _tokenized(document, setup)]
+    learned = ", and a longer row stops with `index out of range`" if shape.model_type in _LEARNED else ""
+    for name, length, line in given:
+        if length and length > most:
+            what = f"{name} is {length:g}: {model} has {most} positions{learned}"
+            yield Hit((name,), what, f"{most}", line=line)
+
+
+def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int]]:
+    """Lengths to which a script cuts or pads rows by its tokenizer, and their lines; not of packed rows."""
+    if document.syntax != "python" or re.search("group_texts|concatenated_ex", document.text):
+        return
+    program, known = known_values(document, setup)
+    for call in within(program):
+        given = {one.arg: one.value for one in call.keywords}
+        if "max_length" in given and {"truncation", "padding"} & given.keys():
+            node = known.meant(given["max_length"])
+            length = known.value(node)
+            if "tok" in ast.unparse(call.func).lower() and isinstance(length, int | float):
+                yield length, getattr(node, "lineno", call.lineno)
 
 
 @training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")

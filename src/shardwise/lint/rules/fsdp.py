@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit
-from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import FSDP, accelerate_rule, kind_of
+from shardwise.lint.rules.families import foreign_blocks, model_of
 from shardwise.lint.schema import table
 from shardwise.lint.setup import Setup
 
-_OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
 _ONLY_FSDP1: dict[str, str] = table("only_fsdp1")
 _PLUGIN = "accelerate/utils/dataclasses.py: FullyShardedDataParallelPlugin.__post_init__"
 
@@ -67,31 +66,12 @@ def fsdp1_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @accelerate_rule("error", "accelerate/utils/fsdp_utils.py: fsdp2_prepare_auto_wrap_policy")
 def fsdp_block_class(document: Document, setup: Setup) -> Iterator[Hit]:
-    """A class to wrap that the model does not have stops accelerate; `--model` names the model."""
+    """A class to wrap that the model does not have stops accelerate; `--model` or a file names the model."""
     key = (FSDP, "fsdp_transformer_layer_cls_to_wrap")
     value, policy = document.get(*key), document.get(FSDP, "fsdp_auto_wrap_policy")
-    if value is None or setup.model is None:
-        return
-    if policy != "TRANSFORMER_BASED_WRAP" or kind_of(document) != "FSDP":
-        return
-    known, guess = blocks_for(setup.model)
-    if known is None:
-        return
-    right = ",".join(known.blocks)
-    fix = f"{right}, or remove it: this is the default" if right else "a class of the model's blocks"
-    for name in str(value).split(","):
-        what = f"no block of {setup.model.name} is a {name!r}"
-        if name in known.blocks or (guess and name.lower().startswith(guess.replace("_", ""))):
-            continue
-        if guess:
-            what += f", which is {guess} by its name: accelerate does not find the class"
-            yield Hit(key, what, fix, severity="warning")
-        elif name not in known.classes and name not in _OF_TORCH:
-            what += ": accelerate stops with `Could not find the transformer layer class`"
-            yield Hit(key, what, fix, (Put(key, right),) if right else ())
-        elif known.blocks:
-            what += ": FSDP gathers by that class, so the blocks are not separate units"
-            yield Hit(key, what, fix, severity="warning")
+    model = model_of(setup)
+    if value is not None and model and policy == "TRANSFORMER_BASED_WRAP" and kind_of(document) == "FSDP":
+        yield from foreign_blocks(key, value, model)
 
 
 @accelerate_rule("warning", _PLUGIN)

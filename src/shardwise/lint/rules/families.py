@@ -1,0 +1,210 @@
+"""Models and tokenizers: what suits another family of models, and end tokens that are not learned."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from shardwise.job.source import Key
+from shardwise.lint.document import Document
+from shardwise.lint.edit import Put
+from shardwise.lint.finding import Hit
+from shardwise.lint.model import blocks_for
+from shardwise.lint.rules import training
+from shardwise.lint.rules.training import calls, training_rule, tree_of, within
+from shardwise.lint.schema import names, table
+from shardwise.lint.script_inputs import Inputs
+from shardwise.lint.script_values import Values, name_as_imported
+from shardwise.lint.setup import ModelFacts, Setup
+from shardwise.models.catalog import lookup
+
+_OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
+_FAMILIES: dict[str, str] = table("named_families")
+_TEMPLATES: dict[str, list[str]] = table("chat_templates")
+_MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
+_LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
+_CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
+_TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Factory
+_CHATS = re.compile(r"instruct|chat|-it\b|^qwen3-(?!.*base)")  # a model with a template of its own
+_PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
+_PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
+_ENDS = re.compile(  # in a row that is trained on
+    r"^(?!\s*#|.*pad_token).*(\.eos_token\b|\[[\w.]*\.eos_token_id\]|add_eos_token=True|"
+    r"</s>|<\|end\w+\|>|chat_template\()"
+)
+
+
+def known_values(document: Document, setup: Setup) -> tuple[ast.Module, Values]:
+    """A script's program, and what its expressions stand for with the flags of its commands."""
+    last, flags = Path(document.name).name, dict[str, Any]()
+    for one in setup.of("training"):
+        if one.syntax == "shell" and Path(str(one.get("script"))).name == last:
+            flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
+    return _valued(document.text, json.dumps(flags, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _valued(text: str, flags: str) -> tuple[ast.Module, Values]:
+    name_as_imported(program := ast.parse(text))
+    return program, Values(program, Inputs(json.loads(flags)))
+
+
+def named_models(setup: Setup) -> set[str]:
+    """The models that scripts load, and that commands and files of arguments name."""
+    found = list[Any]()
+    for document in setup.of("training"):
+        if document.syntax != "python":
+            found += map(document.get, _MODEL)
+            continue
+        program, known = known_values(document, setup)
+        for call in within(program):
+            called, given = ast.unparse(call.func), {one.arg: one.value for one in call.keywords}
+            loads = called.endswith("Trainer") or _LOADS.search(called)
+            of = given.get("pretrained_model_name_or_path", given.get("model", next(iter(call.args), None)))
+            found += [known.value(of)] if loads and of is not None else []
+    return {one for one in found if isinstance(one, str) and "." * 3 not in one} - {""}
+
+
+def model_of(setup: Setup) -> ModelFacts | None:
+    """The model of the setup; else the only one that the files name, if its family is certain."""
+    if setup.model and setup.model.model_type:
+        return setup.model
+    named = {setup.model.name} if setup.model and _family(setup.model.name) else named_models(setup)
+    found = {_family(name): name for name in named}
+    kind = next(iter(found)) if len(found) == 1 else ""
+    made = ModelFacts(name=found[kind], model_type=kind, model_types=(kind,)) if kind else None
+    return made or setup.model
+
+
+def _family(name: str) -> str:
+    shape, last = lookup(name), name.rstrip("/").rpartition("/")[2].lower()
+    if shape:
+        return shape.model_type if shape.model_type in _FAMILIES else ""
+    return next((kind for kind, sign in _FAMILIES.items() if re.search(sign, last)), "")
+
+
+def foreign_blocks(key: Key, value: Any, model: ModelFacts) -> Iterator[Hit]:
+    """Classes to wrap that are no blocks of the model."""
+    known, guess = blocks_for(model)
+    if known is None:
+        return
+    right = ",".join(known.blocks)
+    fix = f"{right}, or remove it: this is the default" if right else "a class of the model's blocks"
+    for name in value if isinstance(value, list) else str(value).split(","):
+        what = f"no block of {model.name} is a {name!r}"
+        if name in known.blocks or (guess and name.lower().startswith(guess.replace("_", ""))):
+            continue
+        if guess:
+            what += f", which is {guess} by its name: accelerate does not find the class"
+            yield Hit(key, what, fix, severity="warning")
+        elif name not in known.classes and name not in _OF_TORCH:
+            what += ": accelerate stops with `Could not find the transformer layer class`"
+            yield Hit(key, what, fix, (Put(key, right),) if right and isinstance(value, str) else ())
+        elif known.blocks:
+            what += ": FSDP gathers by that class, so the blocks are not separate units"
+            yield Hit(key, what, fix, severity="warning")
+
+
+@training_rule("error", "accelerate/utils/dataclasses.py: set_auto_wrap_policy; fsdp_utils.py for FSDP2")
+def fsdp_class_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A class to wrap that the model does not have stops accelerate."""
+    places = [(*above, name) for above in ((), ("fsdp_config",)) for name in _CLASSES]
+    texts = " ".join(one.text for one in setup.documents)
+    wraps = re.search("auto_wrap|TRANSFORMER_BASED", texts) and not re.search("SIZE_BASED|NO_WRAP", texts)
+    for key in places if wraps else ():
+        value = document.get(*key)
+        model = model_of(setup) if isinstance(value, str | list) else None
+        if model and model.model_type and "$" not in str(value):  # blocks of experts are a choice here
+            yield from (hit for hit in foreign_blocks(key, value, model) if hit.severity is None)
+
+
+def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, list[Any], int]]:
+    """LoRA's targets that are lists of names, and where they are written."""
+    if document.syntax != "python":
+        for key in ((name,) for name in _TARGETS if document.has(name)):
+            value = document.get(*key)
+            plain = isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value)
+            given = re.split(r"\s*,\s*", value) if plain and key == ("lora_target",) else value
+            yield key, given if isinstance(given, list) else [], document.line(key)
+        return
+    if "target_modules" not in document.text:
+        return
+    program, known = known_values(document, setup)
+    for call in within(program):
+        given = {one.arg: one.value for one in call.keywords}
+        node = known.meant(given.get("target_modules", call))
+        while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
+            node = known.meant(node.args[0])
+        value = known.value(node)
+        alone = "target_modules" in given and "target_parameters" not in given
+        if alone and ast.unparse(call.func).endswith(("LoraConfig", "get_peft_model")):
+            listed = value if isinstance(value, list) else []
+            yield ("target_modules",), listed, getattr(node, "lineno", call.lineno)
+
+
+@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; transformers: the family's modules")
+def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PEFT stops where no target is a module of the model that the files name."""
+    said = any(training.lora_targets.find(document, setup))  # what a file says in so many words
+    for key, value, line in _targets(document, setup) if not said else ():
+        lasts = {str(one).rpartition(".")[2] for one in value}
+        model = model_of(setup) if lasts else None
+        known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
+        sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
+        if model and known and known.parts and sure and not lasts & known.parts:
+            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
+            what += "`Target modules ... not found in the base model`"
+            right = [one for one in names("lora_modules") if one in known.parts][:3]
+            yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
+
+
+@training_rule("warning", "LLaMA-Factory: extras/constants.py, register_model_group(template=...)")
+def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
+    """The model does not know the template's tokens, and never sees its own end token."""
+    template, named = str(document.get("template")), str(document.get("model_name_or_path"))
+    last = named.rstrip("/").rpartition("/")[2].lower()
+    mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
+    known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
+    chats = _CHATS.search(last) and document.get("stage") != "pt" and document.has("finetuning_type")
+    if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
+        what = f"template {template} is another family's: {named} splits its special tokens into pieces of "
+        what += "text, and learns another end token than its own"
+        fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
+        yield Hit(("template",), what, fix)
+
+
+def _padded_with_end(program: ast.Module, model: str) -> int | None:
+    """The line that makes the end token the pad token, if no other line makes another."""
+    without = any(part.startswith(names("no_pad_token")) for part in model.lower().split("/"))
+    tests = [one for one in ast.walk(program) if isinstance(one, ast.If) and "pad" in ast.unparse(one.test)]
+    maybe = {node for one in tests for node in ast.walk(one)}  # `if tokenizer.pad_token is None`
+    assigned = (one for one in ast.walk(program) if isinstance(one, ast.Assign))
+    found = [one for one in assigned if _PAD.search(ast.unparse(one.targets[0]))]
+    ends = [one for one in found if re.search(r"\.eos_token(_id)?$", ast.unparse(one.value))]
+    sure = ends and len(ends) == len(found) and (without or not {*ends} <= maybe)
+    return ends[0].lineno if sure else None
+
+
+@training_rule("warning", "transformers/data/data_collator.py: DataCollatorForLanguageModeling, -100")
+def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The collator masks every pad token, so a pad token that is the end token hides the end of each row."""
+    made = [call for call in calls(document, "DataCollatorForLanguageModeling") if _causal(call)]
+    trains = any(one.rpartition(".")[2] in names("trainers") for one in document.uses)
+    if not made or not trains or _PACKED.search(document.text):
+        return
+    line = _padded_with_end(tree_of(document), next(iter(named_models(setup)), ""))
+    rows = enumerate(document.text.splitlines(), 1)
+    others = [n for n, row in rows if _ENDS.search(row)]
+    if line and others:
+        what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
+        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
+        fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
+        yield Hit((), what, fix, line=line)
+
+
+def _causal(call: ast.Call) -> bool:
+    given = [one.value for one in call.keywords if one.arg == "mlm"] + call.args[1:2]
+    return any(isinstance(one, ast.Constant) and one.value is False for one in given)
