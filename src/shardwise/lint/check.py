@@ -15,7 +15,7 @@ from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import UNKNOWN, found, read, referred, text_of
+from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
@@ -52,14 +52,22 @@ def load(
             text = text_of(file, "shardwise init --from" if other else "shardwise check")
             document = read(text, str(file), other=other)
         except UnreadableError as error:
-            broken.append(unreadable(str(file), error))
-            continue
+            if error.what != UNKNOWN or file.suffix not in (".yaml", ".yml") or not _read_yaml(files):
+                broken.append(unreadable(str(file), error))
+                continue
+            document = read(text, str(file), other="training")  # what a script reads by itself
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:
                 seen[os.path.realpath(path)] = path
                 waiting.append(path)
     return tuple(documents), tuple(broken)
+
+
+def _read_yaml(files: Sequence[Path]) -> bool:
+    """Whether one of the files is a script that loads YAML by itself."""
+    scripts = (one for one in files if one.suffix == ".py" and one.is_file())
+    return any(LOADS_YAML.search(one.read_text(encoding="utf-8", errors="replace")) for one in scripts)
 
 
 def unreadable(name: str, error: UnreadableError) -> Finding:

@@ -50,11 +50,13 @@ class Inputs:
         folder: Path | None = None,
         commanded: bool = False,
         imported: bool = False,
+        only: str = "",
     ) -> None:
         self._flags = dict(flags or {})
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
+        self.only = only  # the file of settings that a script of an unknown one reads, as it is the only one
         self.imported = imported  # whether another script is the one that is started
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
@@ -112,8 +114,9 @@ class Inputs:
         if call not in self._files:
             self._files[call] = None
             if self._folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
-                name = _file_name(call.args[0], meant, value_of)
-                self._files[call] = self._load(name, call.lineno) if name else None
+                name = _file_name(call.args[0], meant, value_of) or self.only
+                alike = name.endswith(".json") == ast.unparse(call.func).startswith("json")
+                self._files[call] = self._load(name, call.lineno) if name and alike else None
         return self._files[call]
 
     def _load(self, name: str, line: int) -> ast.Dict | None:

@@ -64,6 +64,9 @@ class Settings:
         )
         given = [k.value for one in trainers for k in one.keywords if k.arg == "strategy"]
         self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
+        made = {_last(one) for one in ast.walk(program) if isinstance(one, ast.Call)} if calls else set[str]()
+        own = {one.name for one in ast.walk(program) if isinstance(one, ast.ClassDef)}
+        self._loops = not made & {*names("trainers")} - own  # else those of a callback train nothing
         if calls:
             self._put(self._later_arguments(keys))
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
@@ -114,9 +117,9 @@ class Settings:
                 held_out = _HELD_OUT.search(ast.unparse(node))
                 if self.calls and name_of(rows.func) == "range" and len(rows.args) == 1 and not held_out:
                     self._put(self.known.entries(rows.args[0], ("select.range",), node.lineno))
-            case ast.For():
+            case ast.For() if self._loops:
                 self._loop(node)
-            case ast.If(test=test, body=body) if ".step()" in "".join(map(ast.unparse, body)):
+            case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
                         self._put(self.known.entries(one.right, ("accumulation",)))

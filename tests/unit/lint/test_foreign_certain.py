@@ -203,3 +203,32 @@ def made_of(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
     for name, text in files.items():
         Path(name).write_text(text)
     return translation(sorted(map(Path, files)))
+
+
+SETTINGS = "lr: 3.0e-4\nepochs: 2\ntraining: {batch: 4}\n"
+READS = (
+    f"{HEAD}{MODEL}import sys, yaml\ncfg = yaml.safe_load(open(sys.argv[1]))\n"
+    "Trainer(model=m, args=TrainingArguments('o', learning_rate=cfg['lr'], num_train_epochs=cfg['epochs'],\n"
+    "    per_device_train_batch_size=cfg['training']['batch'])).train()\n"
+)
+
+
+def test_the_only_file_of_settings_is_the_one_that_a_script_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, said = made_of({"train.py": READS, "a.yaml": SETTINGS}, tmp_path, monkeypatch)
+    job = job_values(text)
+    assert (job["optimizer"]["learning_rate"], job["train"]["epochs"], job["train"]["micro_batch"]) == (
+        3e-4,
+        2,
+        4,
+    )
+    assert "assumed: train.py reads a.yaml, the only file of settings here" in said
+
+
+def test_of_two_files_of_settings_nobody_knows_which_a_script_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"train.py": READS, "a.yaml": SETTINGS, "b.yaml": SETTINGS.replace("3.0e-4", "1.0e-4")}
+    _, said = made_of(files, tmp_path, monkeypatch)
+    assert any("per_device_train_batch_size: only a run knows" in one for one in said), said

@@ -72,6 +72,43 @@ for batch in data:
     engine.backward(engine(batch))
     {}
 """
+WORD = """from transformers import TrainingArguments
+TrainingArguments("o", {})
+"""
+BOOL = """import torch
+from mine import parser
+parser.add_argument("--packing", type={})
+"""
+CHAT = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{0}")
+tokenizer = AutoTokenizer.from_pretrained("{0}")
+text = tokenizer.apply_chat_template(rows(), tokenize=False)
+def rows(): return []
+"""
+SCALED = """import torch
+from mine import model, data, optimizer
+scaler = torch.amp.GradScaler()
+for batch in data:
+    loss = model(batch).loss
+    scaler.scale(loss).backward()
+    {}
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+EVALUATES = """from mine import model, data, held_out, optimizer
+def evaluate():
+    model.eval()
+    return [model(x).loss for x in held_out]
+for epoch in range(3):
+    {}
+    for batch in data:
+        model(batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluate()
+"""
 ACCUMULATED = """from torch.optim import AdamW
 from transformers import get_scheduler
 from mine import model, data, n
@@ -570,6 +607,45 @@ CASES = (
         ENDED.format("DataCollatorForSeq2Seq(tokenizer)"),
     ),
     Case(
+        "quantised-without-adapter",
+        FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",
+        FACTORY.format("qwen") + "quantization_bit: 4\n",
+    ),
+    Case(
+        "qlora-without-4-bits",
+        "base_model: a/b\nadapter: qlora\nload_in_8bit: true\n",
+        "base_model: a/b\nadapter: qlora\nload_in_4bit: true\n",
+    ),
+    Case(
+        "evaluation-without-rows",
+        FACTORY.format("qwen") + "eval_strategy: steps\n",
+        FACTORY.format("qwen") + "eval_strategy: steps\nval_size: 0.1\n",
+    ),
+    Case("bool-of-a-text", BOOL.format("bool"), BOOL.format("int")),
+    Case(
+        "schedule-ignores-it",
+        WORD.format("lr_scheduler_type='constant', warmup_steps=10"),
+        WORD.format("lr_scheduler_type='constant_with_warmup', warmup_steps=10"),
+    ),
+    Case(
+        "keeps-the-worst",
+        WORD.format("metric_for_best_model='eval_loss', greater_is_better=True"),
+        WORD.format("metric_for_best_model='eval_loss', greater_is_better=False"),
+    ),
+    Case(
+        "number-of-yaml-is-text",
+        "model_name_or_path: a/b\nlearning_rate: 2e-5\n",
+        "model_name_or_path: a/b\nlearning_rate: 2.0e-5\n",
+        also=("import yaml, torch\ntorch.optim.AdamW(p, lr=yaml.safe_load(open('a'))['learning_rate'])\n",),
+    ),
+    Case("comma-makes-a-tuple", "import torch\nname = 'a/b',\n", "import torch\nname = ('a/b',)\n"),
+    Case(
+        "no-chat-template",
+        CHAT.format("meta-llama/Llama-3.2-1B"),
+        CHAT.format("meta-llama/Llama-3.2-1B-Instruct"),
+    ),
+    Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
+    Case(
         "lost-flags",
         "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
         "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
@@ -691,6 +767,7 @@ CASES = (
         ACCUMULATED.format(loss="(loss / n)", every="schedule.step()", both="pass"),
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
+    Case("eval-mode-stays", EVALUATES.format("pass"), EVALUATES.format("model.train()")),
     Case(
         "no-sampler",
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",

@@ -161,7 +161,9 @@ def _inputs(
     started = {Path(str(one.get("script"))).name for one in commands if one.get("script")}
     mine = {Path(one.name).name for one in all_ if one.syntax == "python"} & started
     imported = bool(mine) and Path(script.name).name not in mine
-    return Inputs(flags, environment, Path(script.name).parent, commanded=known, imported=imported)
+    files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
+    only = str(Path(files[0]).resolve()) if len(files) == 1 and not settings else ""
+    return Inputs(flags, environment, Path(script.name).parent, known, imported, only)
 
 
 def _with_gpus(command: Document) -> Document:
@@ -273,6 +275,8 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
     _take_length(script, read_)
+    if inputs.only and Path(inputs.only) in inputs.loaded:
+        said.append(f"assumed: {script.name} reads {Path(inputs.only).name}, the only file of settings here")
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

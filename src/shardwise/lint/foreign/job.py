@@ -21,7 +21,7 @@ from shardwise.lint.foreign.table import TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
-_LORA = "model.lora"
+_LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
 
@@ -48,6 +48,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
+    if any(one.get("lora_target_linear") is True for one in documents):  # and others, too
+        stated = [one for one in stated if one.key != _TARGETS or one.word]
     lost = {one.key for one in stated if not one.value}
     stated = resolve.with_precision([one for one in stated if one.value])
     if not stated:

@@ -11,6 +11,7 @@ from shardwise.lint.rules import (
     keys,
     launch,
     loop,
+    mistakes,
     offload,
     optimizer,
     parallel,
@@ -24,9 +25,8 @@ from shardwise.lint.rules import (
     zeus,
 )
 
-SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel]
-SUBJECTS += [sections, accelerate, fsdp, training, arguments, families, launch, devices, loop, steps, ranks]
-SUBJECTS += [zeus]
+SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel, sections, accelerate, fsdp]
+SUBJECTS += [training, arguments, families, mistakes, launch, devices, loop, steps, ranks, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

@@ -29,7 +29,7 @@ _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] i
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
-_NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
+NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
 _OF_LOADER = ("batch_size", "num_workers", "prefetch_factor")
 _CONVERTERS = ("int", "float", "eval", "literal_eval", "round")
 _CHANGES = re.compile(r"setattr\(|jsonargparse|simple_parsing|OmegaConf|ast\.literal_eval|__dict__")
@@ -58,6 +58,8 @@ def unread_tool(document: Document) -> str:
 def _near(name: str, known: frozenset[str]) -> str | None:
     """The known name that a name is a misspelling of: no known name itself, and not of another number."""
     near = None if name in known else closest(name, known, least=0.87)
+    if near and near.startswith(f"{name}_"):
+        return None  # a word of its own
     of_training = near.replace("_eval_", "_train_") if near and "eval" not in name else near
     near = of_training if of_training in known else near
     return near if near and re.findall(r"\d", near) == re.findall(r"\d", name) else None
@@ -97,7 +99,7 @@ def argument_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
         for keyword in call.keywords if ast.unparse(call.func) in document.uses else ():
             value = getattr(keyword.value, "value", None)
             name = keyword.arg or ""
-            if isinstance(value, str) and name in _NUMBERS and as_number(value) is not None:
+            if isinstance(value, str) and name in NUMBERS and as_number(value) is not None:
                 what = f"{name} is the text {value!r}, and no number: TypeError where it is needed"
                 yield Hit((name,), what, f"{name}={value}", (), None, keyword.lineno)
 
@@ -144,7 +146,7 @@ def _need_numbers(program: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """What needs a number, and the expressions that it gets."""
     for call in within(program):
         who = _last(call.func)
-        needed = _NUMBERS if who in _KNOWN else {*_OF_LOADER} if who == "DataLoader" else frozenset[str]()
+        needed = NUMBERS if who in _KNOWN else {*_OF_LOADER} if who == "DataLoader" else frozenset[str]()
         needed = {"lr"} if is_optimizer(who) else needed
         places = call.args if who == "range" else call.args[1:2] if who == "DataLoader" else []
         yield from ((who, one) for one in places)
@@ -202,7 +204,7 @@ def _gets(program: ast.Module, function: ast.FunctionDef, name: str) -> bool:
     return bool(found)
 
 
-def _tool_of(document: Document) -> str:
+def tool_of(document: Document) -> str:
     """The framework that certainly reads a file."""
     rows = document.get("datasets") or document.get("pretraining_dataset")
     listed = isinstance(rows, list) and all(isinstance(one, Mapping) and "path" in one for one in rows)
@@ -214,7 +216,7 @@ def _tool_of(document: Document) -> str:
 
 def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterator[Hit]:
     """Keys that other tools have for what this file's tool calls otherwise."""
-    tool = _tool_of(document) if document.syntax in ("yaml", "json") else ""
+    tool = tool_of(document) if document.syntax in ("yaml", "json") else ""
     lenient = tool == "Axolotl" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
     for right, words in _OTHER_NAMES.get(tool, {}).items():
         for name in words.split():

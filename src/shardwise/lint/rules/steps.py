@@ -130,3 +130,17 @@ def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iter
         held = given.get(ast.unparse(one)) if isinstance(one, ast.Name | ast.Attribute) else None
         if held is not None and held is not made and deep and "(" not in ast.unparse(one):
             yield from _followed(held, given, deep - 1)
+
+
+@training_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")
+def eval_mode_stays(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
+    files = (tree_of(one) for one in setup.of("training"))  # a helper may be in another one
+    own = {f.name: f for one in files for f in ast.walk(one) if isinstance(f, ast.FunctionDef)}
+    for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
+        runs = [run.call for run in _runs(loop.body, own)]
+        last = {ast.unparse(call.func).rpartition(".")[2]: call for call in runs}
+        if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
+            what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
+            yield Hit((), what, "model.train() at the beginning of each epoch", line=loop.lineno)
+            return

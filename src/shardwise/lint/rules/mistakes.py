@@ -1,0 +1,178 @@
+"""Frequent mistakes: values that are taken, and do something else than they say."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwise.lint.document import Document, line_at
+from shardwise.lint.finding import Hit
+from shardwise.lint.read import LOADS_YAML
+from shardwise.lint.rules.arguments import NUMBERS, tool_of
+from shardwise.lint.rules.families import known_values
+from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of
+from shardwise.lint.schema import as_number, names
+from shardwise.lint.script_inputs import options
+from shardwise.lint.setup import Setup
+
+_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
+_ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
+_BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
+_RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
+_TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
+
+
+def _quantized(document: Document) -> str:
+    """The key that asks for a base of 4 or 8 bits."""
+    return next((one for one in _BITS if document.on(one) or document.get(one) in (4, 8)), "")
+
+
+@training_rule("error", "transformers/trainer_utils.py: validate_quantization_for_training; read in 5.23")
+def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Weights of 4 or 8 bits cannot be trained: the Trainer stops, `on purely quantized models`."""
+    key, tool = _quantized(document), tool_of(document)
+    if not key:
+        return
+    full = document.get("finetuning_type") in ("full", "freeze") or document.get("use_peft") is False
+    if document.syntax == "python":
+        trains = any(ast.unparse(one.func) in document.uses for one in calls(document, *names("trainers")))
+        full = trains and not any(_ADAPTERS.search(one.text) for one in setup.of("training"))
+    elif tool == "Axolotl":
+        full = not document.get("adapter")
+    if full:
+        fix = {"Axolotl": "adapter: qlora", "LLaMA-Factory": "finetuning_type: lora"}.get(
+            tool, "LoRA adapters"
+        )
+        yield Hit((key,), fix=f"{fix}; or remove `{key}`")
+
+
+@training_rule("error", "axolotl/utils/schemas/validation.py: Can't load qlora in 8bit; Require load_in_4bit")
+def qlora_without_4_bits(document: Document, _: Setup) -> Iterator[Hit]:
+    """Axolotl's `adapter: qlora` needs a base of 4 bits: it stops."""
+    if document.get("adapter") == "qlora" and document.has("base_model"):
+        if document.on("load_in_8bit"):
+            yield Hit(("load_in_8bit",), "Axolotl stops: `Can't load qlora in 8bit`", "load_in_8bit: false")
+        elif document.get("load_in_4bit") in (None, False) and not document.has("peft"):
+            what = "Axolotl stops: `Require cfg.load_in_4bit to be True for qlora`"
+            yield Hit(("adapter",), what, "load_in_4bit: true")
+
+
+@training_rule(
+    "error", "llamafactory/hparams/parser.py: Please make sure eval_dataset be provided or val_size"
+)
+def evaluation_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
+    """LLaMA-Factory is to evaluate, and has no rows for it: it stops."""
+    asked = next(
+        (one for one in ("eval_strategy", "do_eval") if document.get(one) in (True, "steps", "epoch")), ""
+    )
+    rows = document.get("eval_dataset") or document.number("val_size")
+    if tool_of(document) == "LLaMA-Factory" and asked and not rows:
+        yield Hit((asked,), fix="val_size: 0.1, or eval_dataset, or remove it")
+
+
+@training_rule("warning", "the language: bool('False') is True")
+def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`type=bool` makes True of every text but the empty one: the flag cannot be turned off."""
+    for call in calls(document, "add_argument"):
+        kinds = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        flags, name, _ = options(call)
+        if kinds.get("type") != "bool" or not flags:
+            continue
+        off = any(
+            one.get(flag) is False for one in setup.of("training") for flag in flags if flag in one.flags
+        )
+        what = f"`type=bool` makes True of `--{name} False`" + ", which the command gives" * off
+        fix = "action=argparse.BooleanOptionalAction"
+        yield Hit((), what, fix, severity="error" if off else None, line=call.lineno)
+
+
+@training_rule(
+    "warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_schedule"
+)
+def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The schedule has no such part, or takes the number as something else."""
+    for given, line in given_to_trainers(document, setup, every=True):
+        kind, rate = (
+            str(given.get("lr_scheduler_type")).rpartition(".")[2].lower(),
+            given.get("learning_rate"),
+        )
+        for name in ("warmup_ratio", "warmup_steps"):
+            if kind == "constant" and isinstance(given.get(name), int | float) and given[name] > 0:
+                at = document.line((name,)) if document.get(name) == given[name] else line
+                what = f"the schedule `constant` has no warm-up: `{name}` {given[name]} is ignored"
+                yield Hit((name,), what, "constant_with_warmup", line=at)
+        more = given.get("lr_scheduler_kwargs")
+        least: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
+        share, lowest = as_number(least.get("min_lr_rate")), as_number(least.get("min_lr"))
+        if share is not None and 0 < share < _RATIO:
+            what = f"`min_lr_rate` is a share of the highest rate: {share:g} of it is nearly 0"
+            yield Hit(("lr_scheduler_kwargs",), what, f'"min_lr": {share:g}', line=line)
+        if lowest is not None and isinstance(rate, int | float) and lowest >= rate:
+            what = f"`min_lr` {lowest:g} is no less than the learning rate {rate:g}"
+            yield Hit(("lr_scheduler_kwargs",), what, "a lower rate; min_lr_rate takes a share", line=line)
+
+
+@training_rule("warning", "transformers/trainer.py: _determine_best_metric")
+def keeps_the_worst(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`greater_is_better` with a loss as the metric: the checkpoint with the highest loss is the best."""
+    for given, line in given_to_trainers(document, setup, every=True):
+        metric = str(given.get("metric_for_best_model"))
+        if metric.endswith("loss") and given.get("greater_is_better") is True:
+            at = document.line(("greater_is_better",)) if document.has("greater_is_better") else line
+            yield Hit(("greater_is_better",), fix="remove it: a loss is better when it is smaller", line=at)
+
+
+@training_rule("error", "PyYAML 1.1 resolver; transformers/hf_argparser.py: parse_dict; run with 5.23")
+def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PyYAML reads `2e-5` without a dot as text, and the optimizer stops: TypeError."""
+    reads = any(LOADS_YAML.search(one.text) for one in setup.of("training") if one.syntax == "python")
+    texts = " ".join(one.text for one in setup.of("training") if one.syntax == "python")
+    asked = document.syntax == "yaml" and not document.has("base_model")
+    for name in document.values if asked and (reads or tool_of(document) == "LLaMA-Factory") else ():
+        value = document.get(name)
+        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", texts):
+            continue
+        if isinstance(value, str) and _TEXT.fullmatch(value) and name in {*NUMBERS, "lr", "learning_rate"}:
+            right = re.sub("[eE]", ".0e", value)
+            yield Hit((name,), f"`{name}: {value}` is text for PyYAML: TypeError in the optimizer", right)
+
+
+@training_rule("warning", "the language: a trailing comma makes a tuple")
+def comma_makes_a_tuple(document: Document, _: Setup) -> Iterator[Hit]:
+    """A comma at the end of the line makes a tuple of the value."""
+    rows = document.text.split("\n")
+    for node in ast.walk(tree_of(document)):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple(elts=[ast.Constant() as one])):
+                row = rows[node.lineno - 1] if node.lineno == node.end_lineno else ""
+                if re.search(r"=\s*[^(\s].*,\s*(#.*)?$", row):
+                    what = f"the comma makes a tuple of `{name}`: ({one.value!r},)"
+                    yield Hit((), what, f"{name} = {one.value!r}", line=node.lineno)
+
+
+@training_rule("warning", "transformers/tokenization_utils_base.py: tokenizer.chat_template is not set")
+def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The tokenizer of a base model has no chat template: apply_chat_template stops with a ValueError."""
+    used = re.search(r"\.apply_chat_template\(", document.text) if document.syntax == "python" else None
+    texts = " ".join(one.text for one in setup.of("training"))
+    if not used or re.search(
+        r"chat_template\s*=|get_chat_template|setup_chat_format|chat_template_path", texts
+    ):
+        return
+    _, known = known_values(document, setup)
+    made = [one for one in calls(document, "from_pretrained") if "Tokenizer" in ast.unparse(one.func)]
+    models = [str(known.value(one.args[0])) for one in made if one.args]
+    if models and all(_BASE.search(name.lower().rpartition("/")[2]) for name in models):
+        what = f"the tokenizer of {models[0]} has no chat template: ValueError"
+        fix = "tokenizer.chat_template = ..., or the instruct model's tokenizer"
+        yield Hit((), what, fix, line=line_at(document.text, used.start()))
+
+
+@training_rule("error", "torch/amp/grad_scaler.py: unscale_")
+def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
+    """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
+    scaled = (
+        re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text) and "unscale_(" not in document.text
+    )
+    for call in calls(document, "clip_grad_norm_", "clip_grad_value_") if scaled else ():
+        yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
