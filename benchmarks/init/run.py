@@ -27,6 +27,7 @@ from shardwise.job.strategies import NAMED
 from shardwise.lint.foreign import translation
 
 HERE = Path(__file__).parent
+PARTS = {"seen": False, "unseen": True}  # whether the code was written with the set in view
 KINDS = ("right", "to do", "own", "wrong")
 _ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # of a Llama
 _UNSET = {"model.quantization": "none", "train.checkpointing": "none", "strategy": "single"}
@@ -47,7 +48,9 @@ def plain(key: str, value: Any) -> Any:
         named = (name for name, one in NAMED.items() if one.get("engine") == value.get("engine"))
         stage = value.get("stage")
         name = f"zero{stage}" if stage is not None else next(named, str(value.get("engine")))
-        return name + " offload" * (parts["offload_optimizer"] == "cpu" or parts["offload_parameters"] == "cpu")
+        return name + " offload" * (
+            parts["offload_optimizer"] == "cpu" or parts["offload_parameters"] == "cpu"
+        )
     if isinstance(value, list):
         return "all-linear" if {*value} == _ALL else sorted(map(str, value))
     if isinstance(value, str):
@@ -72,6 +75,7 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The kinds of a case's answers, and those that are not right."""
     os.chdir(folder / case["repository"].replace("/", "__") / case["base"])
     row = {name: case[name] for name in ("repository", "commit", "base", "files")}
+    row |= {"unseen": case.get("unseen", False)}
     try:
         text, said = translation([Path(file) for file in case["files"]])
     except JobError as error:
@@ -92,11 +96,17 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return row | {"counts": dict(Counter(kinds.values())), "others": others, "to do": to_do.count("to do: ")}
 
 
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    counts = {kind: sum(row.get("counts", {}).get(kind, 0) for row in rows) for kind in KINDS}
+    wrongly = [row["repository"] for row in rows if row.get("right") is False]
+    return {"sets": len(rows), "answers": counts, "wrongly refused or not": wrongly}
+
+
 def main(folder: Path, out: Path, cases: Path) -> None:
     rows = [compared(case, folder) for case in json.loads(cases.read_text(encoding="utf-8"))]
-    counts = {kind: sum(row.get("counts", {}).get(kind, 0) for row in rows) for kind in KINDS}
-    refused = [row["right"] for row in rows if "refused" in row]
-    summary = {"sets": len(rows), "answers": counts, "refused": len(refused), "rightly": sum(refused)}
+    summary = {
+        name: counted([row for row in rows if row["unseen"] is unseen]) for name, unseen in PARTS.items()
+    }
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     out.write_text(f'{{"summary": {json.dumps(summary)},\n"sets": [\n{lines}\n]}}\n', encoding="utf-8")
     print(json.dumps(summary))
