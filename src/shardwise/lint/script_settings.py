@@ -24,7 +24,9 @@ _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
-_TEMPLATE = re.compile(r"\bf['\"]|\.format\(|['\"] \+|\+ ['\"]")  # what makes a text of fields
+_TEMPLATE = re.compile(
+    r"['\"](conversations|messages|text|prompt)['\"]: |\bf['\"]|\.format\(|['\"] \+|\+ ['\"]"
+)  # what makes a text of fields
 _MASKED = re.compile(
     r"\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\(", re.IGNORECASE
 )  # the labels of a prompt
@@ -170,6 +172,8 @@ class Settings:
             if isinstance(made, ast.FunctionDef | ast.Lambda) and _TEMPLATE.search(ast.unparse(made)):
                 name = getattr(made, "name", "a lambda")
                 self._put({(f"text by {name}",): (made.lineno, True)})
+        if last in names("trainers") and self.calls:
+            self._collator(call)
         said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()
@@ -182,6 +186,14 @@ class Settings:
             self._arguments(call, called, said)
         else:
             self._of_a_job(call, last, said)
+
+    def _collator(self, call: ast.Call) -> None:
+        """Of a trainer: one of the script's own decides which tokens the loss counts."""
+        given = next((one.value for one in call.keywords if one.arg == "data_collator"), None)
+        made = self.known.meant(given) if given else None
+        name = name_of(made.func) if isinstance(made, ast.Call) else getattr(made, "name", "")
+        if made is not None and name.rpartition(".")[2] not in names("collators"):
+            self._put({("own_collator()",): (call.lineno, UNKNOWN)})
 
     def _given(self, call: ast.Call, last: str) -> Said:
         """The arguments of a call, by name and by place, and those that are set later."""

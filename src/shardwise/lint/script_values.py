@@ -187,10 +187,8 @@ class Values:
                 self._bound[scope, name].append(
                     value or part_of(node, above, self._above.get(above) if above else None)
                 )
-            case ast.Attribute(value=holder, attr=name):
-                value = value or part_of(node, above, self._above.get(above) if above else None)
-                certain = self.flow.block(self.flow.statement(node)) is scope
-                self._stores[name].append((holder, value if certain else None))
+            case ast.Attribute():
+                self._store(node, value or part_of(node, above, self._above.get(above) if above else None))
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
                 certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
                 self._stores[name].append((holder, given if certain else None))
@@ -204,6 +202,14 @@ class Values:
                     self._bound[scope, one].append(None)
             case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
                 self._bound[scope, name].append(None)
+
+    def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
+        """Note what an attribute is set to, but for the epochs that transformers' scripts compute again."""
+        again = node.attr == "num_train_epochs" and value and "max_train_steps" in ast.unparse(value)
+        scope = next(self.flow.scopes(node), None)
+        certain = self.flow.block(self.flow.statement(node)) is scope
+        if not again:
+            self._stores[node.attr].append((node.value, value if certain else None))
 
     def _next(self, node: ast.AST) -> list[Any]:
         """What a node may stand for; None, or nothing, where only a run knows."""

@@ -16,10 +16,11 @@ from shardwise.lint.shell_commands import uncommented
 from shardwise.lint.shell_values import Variables, steps
 
 # bounded, and one `srun`: else a row of many takes long
+_S = r"(?:[ \t]|\\\n)"  # between words
 _STOP = r"(?!deepspeed|torchrun|accelerate|python|srun|\w+=)"
 _PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|stdbuf|setsid|nice|timeout)"
 _OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
-_BEFORE = rf"^[ \t]*+(?:(?:\w++=\S++|{_PREFIX}{_OPTIONS})[ \t]++)*+(?:srun\b[^\n]{{0,2000}}?[ \t])?"
+_BEFORE = rf"^{_S}*+(?:(?:\w++=\S++|{_PREFIX}{_OPTIONS}){_S}++)*+(?:srun\b[^\n]{{0,2000}}?{_S})?"
 _BEFORE += r"(?:(?:/bin/)?(?:ba)?sh[ \t]+-l?c[ \t]+[\"'])?"
 _RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
@@ -28,8 +29,8 @@ _COMMAND = re.compile(
 # what starts a training without a launcher, for `shardwise init --from`
 _PLAIN = re.compile(
     rf"{_BEFORE}"
-    r"(python3?(?![ \t]+-c)(?=[ \t][^\n]{0,2000}(?:\.py|-m[ \t]))|"
-    r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]))",
+    r"(python3?(?![ \t]+-c)(?=(?:[ \t]|\\\n)(?:[^\n]|(?<=\\)\n){0,2000}?(?:\.py|-m[ \t]))|"
+    r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]|\\\n))",
     re.MULTILINE,
 )
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")

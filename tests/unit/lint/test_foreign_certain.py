@@ -26,7 +26,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a branch that only a run takes": (
         {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"},
         {"optimizer.learning_rate": None},
-        "to do: train.py:6: AdamW.lr: only a run knows its value",
+        "to do: train.py:6: AdamW.lr: its value could not be read",
     ),
     "two branches that say the same": (
         {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"
@@ -38,7 +38,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"train.py": f"{LOOP}if len(sys.argv) > 1:\n    o = torch.optim.AdamW(m.parameters(), lr=3e-4)\n"
          "else:\n    o = torch.optim.AdamW(m.parameters(), lr=1e-4)\n"},
         {"optimizer.learning_rate": None},
-        "AdamW.lr: only a run knows its value",
+        "AdamW.lr: its value could not be read",
     ),
     "a branch of a loop": (
         {"train.py": f"{LOOP}o = torch.optim.AdamW(m.parameters(), lr=3e-4)\nfor i, x in enumerate(sys.argv):\n"
@@ -231,4 +231,75 @@ def test_of_two_files_of_settings_nobody_knows_which_a_script_reads(
 ) -> None:
     files = {"train.py": READS, "a.yaml": SETTINGS, "b.yaml": SETTINGS.replace("3.0e-4", "1.0e-4")}
     _, said = made_of(files, tmp_path, monkeypatch)
-    assert any("per_device_train_batch_size: only a run knows" in one for one in said), said
+    assert any("per_device_train_batch_size: its value could not be read" in one for one in said), said
+
+
+NO_TASK = "from transformers import BertModel, Trainer\nfrom sklearn.metrics import f1_score\nTrainer(m).train()\nf1_score(a, b)\n"
+MORE: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "variables on lines of their own": (
+        {"run.sh": f"NPROC_PER_NODE=4 \\\n{SWIFT.partition(' ')[2]} \\\n  --lora_rank 16\n"},
+        {"train.global_batch": 16, "model.lora.rank": 16, "model.lora.alpha": 32, "model.lora.dropout": 0.05},
+        "",
+    ),
+    "a script on the line below": (
+        {"run.sh": "CUDA_VISIBLE_DEVICES=0 python \\\n    src/train.py \\\n  --model_name_or_path a/b --learning_rate 1e-4\n"},
+        {"model.source": "a/b", "optimizer.learning_rate": 1e-4},
+        "",
+    ),
+    "ms-swift's default is LoRA": ({"run.sh": f"{SWIFT}\n"}, {"model.lora.rank": 8, "model.lora.targets": "all-linear"}, ""),
+    "ms-swift, all weights": ({"run.sh": f"{SWIFT} --train_type full\n"}, {"model.lora": None}, ""),
+    "a collator of its own": (
+        {"train.py": f"{HEAD}from trl import SFTTrainer\n{MODEL}class Mine:\n    pass\n"
+         "SFTTrainer(model=m, args=TrainingArguments('o'), data_collator=Mine(t)).train()\n"},
+        {"data.loss_on": None},
+        "the collator is the script's own, and decides which tokens the loss counts; write data.loss_on",
+    ),
+    "a trainer of its own": (
+        {"train.py": f"{HEAD}from mine import KLTrainer\n{MODEL}KLTrainer(model=m, args=TrainingArguments('o')).train()\n"},
+        {},
+        "mine.KLTrainer is no library's trainer: see whether its loss is another",
+    ),
+    "a loss of its own": (
+        {"train.py": f"{HEAD}{MODEL}class Mine(Trainer):\n    def compute_loss(self, model, inputs):\n        return 0\n"
+         "Mine(model=m, args=TrainingArguments('o')).train()\n"},
+        {},
+        "to do: train.py:5: a loss of the script's own, which a job has not",
+    ),
+    "epochs that are computed again": (
+        {"train.py": f"{LOOP}import argparse, math\np = argparse.ArgumentParser()\np.add_argument('--num_train_epochs', default=3)\n"
+         "args = p.parse_args()\nargs.num_train_epochs = math.ceil(args.max_train_steps / steps)\n"
+         "o = torch.optim.AdamW(m.parameters(), lr=1e-4)\nfor epoch in range(args.num_train_epochs):\n    o.step()\n",
+         "run.sh": "python train.py --num_train_epochs 5\n"},
+        {"train.epochs": 5, "train.precision": "fp32"},
+        "",
+    ),
+    "a row's fields": (
+        {"train.py": f"{HEAD}{MODEL}def chat(row):\n    return {{'conversations': [row['a'], row['b']]}}\nd = d.map(chat)\n{TRAIN}"},
+        {},
+        "text by chat (line 4): prepare the rows in a shape of data.format",
+    ),
+    "a mixture of data": (
+        {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ndataset_mixer:\n  c/d: 1.0\n"},
+        {},
+        "to do: a.yaml:4: dataset_mixer.c/d 1.0: not understood; write data.train",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_decides_the_training_is_read_or_said(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, values, sentence = MORE[name]
+    text, said = made_of(files, tmp_path, monkeypatch)
+    for key, value in values.items():
+        holder: Any = job_values(text)
+        for part in key.split("."):
+            holder = holder.get(part) if isinstance(holder, dict) else None
+        assert holder == value, (key, said)
+    assert any(sentence in one for one in said), said
+
+
+def test_a_classifier_makes_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(JobError, match="f1_score"):
+        made_of({"train.py": NO_TASK}, tmp_path, monkeypatch)

@@ -78,7 +78,7 @@ for name, text in {
     CASES[f"shell: {name}"] = (
         {"run.sh": f"{text}{RUN} --model a/b --bs $BS --lr 5e-5 --epochs 3\n", "train.py": ARGPARSE},
         OF_COMMAND | {"train.micro_batch": None, "train.global_batch": None},
-        ("only a run knows its value; write train.micro_batch, train.global_batch",),
+        ("its value could not be read; write train.micro_batch, train.global_batch",),
     )
 
 # a command's flags, by each way to declare them; the job has the command's values
@@ -146,7 +146,7 @@ CASES["flags: what is computed of a flag is a to do"] = (
         "train.py": ARGPARSE.replace("lr=args.learning_rate", "lr=scaled(args.learning_rate)"),
     },
     {"optimizer.learning_rate": None, "train.micro_batch": 2},
-    ("AdamW.lr: only a run knows its value; write optimizer.learning_rate",),
+    ("AdamW.lr: its value could not be read; write optimizer.learning_rate",),
 )
 
 TRAINER = """\
@@ -197,7 +197,7 @@ for name, text in LATER.items():
 CASES["later: under a condition"] = (
     {"train.py": f"{TRAINER}{ARGUMENTS}if big:\n    args.learning_rate = 5e-5\nTrainer(model, args)\n"},
     {"optimizer.learning_rate": None},
-    ("learning_rate: only a run knows its value",),
+    ("learning_rate: its value could not be read",),
 )
 
 UNSLOTH = """\
@@ -307,7 +307,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "only a run knows": (
         "FSDP(model, sharding_strategy=pick(args))\n",
         {"strategy": "fsdp2"},
-        ("FullyShardedDataParallel.sharding_strategy: only a run knows its value; write strategy",),
+        ("FullyShardedDataParallel.sharding_strategy: its value could not be read; write strategy",),
     ),
     "fully_shard": (
         "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)\n"
@@ -342,7 +342,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "two of them": (
         "if big:\n    FSDP(model)\nelse:\n    DDP(model)\n",
         {"strategy": None},
-        ("to do: train.py:10: FullyShardedDataParallel(): only a run knows its value; write strategy",),
+        ("to do: train.py:10: FullyShardedDataParallel(): its value could not be read; write strategy",),
     ),
 }
 for name, (text, expected, sentences) in SHARDED.items():
@@ -555,7 +555,7 @@ CASES |= {
     "walk: a flag whose value only the shell knows": (
         {"run.sh": "torchrun --nproc_per_node 2 train.py --lr $(cat lr) --bs $BS\n", "train.py": ARGPARSE},
         {"train.micro_batch": None, "train.global_batch": None},
-        ("DataLoader.batch_size: only a run knows its value",),
+        ("DataLoader.batch_size: its value could not be read",),
     ),
     "walk: srun and bash -c": (
         {

@@ -33,7 +33,7 @@ WORLD = "int(os.environ.get('WORLD_SIZE', 1))"
 DISTRIBUTED = "import torch.distributed as dist\n"
 ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
 OPEN_BATCH = (
-    "gradient_accumulation_steps: only a run knows its value; write train.micro_batch, train.global_batch",
+    "gradient_accumulation_steps: its value could not be read; write train.micro_batch, train.global_batch",
 )
 CASES: dict[str, tuple[Files, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     f"world: {name}": ({"run.sh": command, "train.py": script}, {"train.global_batch": 64}, (), ("GPUs",))

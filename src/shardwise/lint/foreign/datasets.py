@@ -38,7 +38,7 @@ def with_datasets(document: Document, said: list[str]) -> list[Document]:
     if not values.keys() & _FACTORY:
         return [replace(document, values=values)]
     held = list[Document]()
-    for name in {"dataset", "eval_dataset"} & values.keys():
+    for name in (one for one in ("dataset", "eval_dataset") if values.get(one) is not None):
         info = _Info(document, values)
         names = [one.strip() for one in str(values[name]).split(",") if one.strip()]
         files = [info.file_of(one) for one in names]

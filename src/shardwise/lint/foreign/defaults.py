@@ -9,6 +9,9 @@ from shardwise.lint.schema import names
 from shardwise.lint.setup import of_script
 
 _TARGETS = "model.lora.targets"
+_KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
+_PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
+_SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _FACTORY = {"finetuning_type", "template", "cutoff_len", "dataset_dir"}
 
@@ -20,6 +23,13 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     if any(one.get("launcher") == "swift" for one in documents):  # whatever keys its file has
         version_4 = any(one.has("model") for one in documents)  # version 2 had other names and defaults
         tools = dict.fromkeys(["swift"] * version_4)
+    if any(one.get(name) == "full" for one in documents for name in _KINDS):
+        given = given | {"full"}
+    alone = any(str(one.get("launcher")).startswith("python") for one in documents)
+    if "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts):
+        tools["plain"] = None
+    if "loop" in tools and alone and not any(_SEVERAL.search(one.text) for one in scripts):
+        tools["python"] = None
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()
@@ -31,7 +41,8 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
             own.append(f"{_TARGETS}=[{modules}]")
         if own:
-            said.append(f"assumed, as {TABLE['tools'][tool]} does: {', '.join(own)}")
+            shown = ", ".join(own).replace("batch.micro=", "train.micro_batch=").replace("batch.", "")
+            said.append(f"assumed, as {TABLE['tools'][tool]} does: {shown}")
         made |= {change.partition("=")[0]: change for change in own}
     return [*made.values()]
 

@@ -26,6 +26,12 @@ _TRAINS = re.compile(
     r"Trainer|TrainingArguments|SFTConfig|backward\(|\b(train\w*|fit|step)\(|[Oo]ptim|fully_shard|Parallel|initialize"
 )
 _GENERATES = re.compile(r"\.generate\(|\bpipeline\(|\bLLM\(")
+_CAUSAL = re.compile(r"CausalLM|LMHead|LanguageModel|ForConditionalGeneration")
+_TASK = re.compile(
+    r"\bFor(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
+    r"(?<=[a-z])For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
+    r"\b(classification_report|accuracy_score|f1_score)\("
+)
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = {"data.train"}
@@ -44,7 +50,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
     for one in documents:
-        _refuse(one)
+        _refuse(one, " ".join(one.text for one in documents if one.syntax == "python"))
+        said += _own_trainers(one)
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
     commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
@@ -84,8 +91,19 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
 
 
-def _refuse(document: Document) -> None:
-    """Stop at a file of a tool that is not read, or of a method that a job has not."""
+def _own_trainers(script: Document) -> Iterator[str]:
+    """Classes of trainers that no library has, and losses of a script's own."""
+    known = {*names("trainers"), *TABLE["reasons"], "UnslothTrainer", "L.Trainer", "pl.Trainer"}
+    for name in sorted(script.uses) if script.syntax == "python" and script.kind == "training" else ():
+        if name.endswith("Trainer") and not {name, name.rpartition(".")[2]} & known:
+            yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
+    if own := re.search(r"def compute_loss\(|compute_loss_func=", script.text):
+        line = line_at(script.text, own.start())
+        yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
+
+
+def _refuse(document: Document, texts: str) -> None:
+    """Stop at a file of a tool that is not read, or of a method that a job has not. `texts`: all scripts'."""
     if document.syntax != "python" and (tool := unread_tool(document)):
         what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
         raise JobError(what, where=document.name, fix=fix)
@@ -102,9 +120,9 @@ def _refuse(document: Document) -> None:
     calls = {name.rpartition(".")[2] for name in document.uses}
     if not calls & {*names("trainers")}:
         other += [(name, document.first) for name in sorted(calls) if TABLE["reasons"].get(name) == _OTHER]
-    task = document.get("model_class")
-    if task and "CausalLM" not in document.text and "LMHead" not in document.text:
-        other.append((f"a model {task}", document.line(("model_class",))))
+    task = _TASK.search(document.text) if document.syntax == "python" else None
+    if task and not _CAUSAL.search(texts):
+        other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
     if _GENERATES.search(script) and not _TRAINS.search(script):
         what, fix = "nothing in it trains a model", "name the script that does"

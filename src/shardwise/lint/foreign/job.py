@@ -21,6 +21,10 @@ from shardwise.lint.foreign.table import TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
+_EVERY = {
+    "train.save_every": ("save_strategy",),
+    "train.eval_every": ("eval_strategy", "evaluation_strategy"),
+}
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
@@ -59,6 +63,9 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         raise JobError(what, where=where, fix=fix)
     given = {one.key for one in stated} | lost
     open_ = unsaid(documents, given)
+    for key, kinds in _EVERY.items():
+        if setup.training(*kinds) in ("epoch", "no"):
+            open_.pop(key, None)
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
     keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
@@ -123,7 +130,8 @@ def _to_do(open_: dict[str, str]) -> list[str]:
     for place in dict.fromkeys(open_.values()):
         keys = (key for key in open_ if open_[key] == place)
         write = dict.fromkeys(resolve.BATCH if one.startswith("batch.") else one for one in keys)
-        why = _HELD_OUT if [*write] == ["data.eval"] else "only a run knows its value"
+        why = _HELD_OUT if [*write] == ["data.eval"] else "its value could not be read"
+        why = TABLE["whys"].get(place.rpartition(": ")[2], why)
         made.append(f"to do: {place}: {why}; write {', '.join(write)}")
     return made
 
@@ -161,7 +169,8 @@ def _fill_in(job: source.Document, said: list[str], open_: Collection[str]) -> N
         section, last = name.split(".")
         if last not in job.values.get(section, {}):
             source.apply(job, [f"{name}={text}"])
-            if name not in open_:
+            asked = any(one.startswith("to do") and one.endswith(f"write {name}") for one in said)
+            if name not in open_ and not asked:
                 said.append(f"to do: {name}: no file says it; write it in place of {text}")
 
 

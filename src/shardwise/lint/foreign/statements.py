@@ -123,6 +123,8 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
         for place in document.marks:
             if not is_open(document, place):
                 continue
+            if place == ("lr_scheduler_type",) and "optimizer.schedule" in given:
+                continue  # whose other targets are those of a constant rate
             where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
             for key in sorted(targets_of(document, place) - {"train.seed"}):  # any is as good
                 part = key == "strategy" and len(place) > 1  # of one that other arguments give in part

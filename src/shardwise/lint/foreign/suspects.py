@@ -47,7 +47,11 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         if any(one.startswith("to do") and write in one for one in said):
             continue
         named = [one for one in settings if _is_of(key, one[1], one[3])]
-        named = [one for one in named if key == _HELD_OUT or not _OTHER.search(one[1])]
+        named = [
+            one
+            for one in named
+            if (not isinstance(one[3], str) if key == _HELD_OUT else not _OTHER.search(one[1]))
+        ]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
         given = by_name or given
