@@ -162,7 +162,9 @@ def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, i
     """Yield flags below the last of `count` rows, which is where the shell ends the command."""
     last, after = rows[count - 1], [(i, row) for i, row in enumerate(rows[count:], count) if _split(row)]
     meant = last.rstrip().endswith("\\")  # the next row was to be joined, whatever it is
-    if after and re.match(r"\s*(--?[a-zA-Z]|\S+\.py$)" if meant else r"\s*--?[a-zA-Z]", after[0][1]):
+    without = not re.search(r"\.py\b|\s-m\s", " ".join(rows[:count]))  # the script is below
+    lost = r"\s*--?[a-zA-Z]" + (r"|\s*\S+\.py$" if meant else r"|\s+\S+\.py\b" if without else "")
+    if after and re.match(lost, after[0][1]):
         why = "is a comment, which hides its backslash" if meant else "has no backslash at its end"
         why = "ends in a space" if last != last.rstrip() else why
         what = f"line {first + count - 1}, which {why}: `{after[0][1].split()[0]}`"

@@ -617,6 +617,11 @@ CASES = (
         "base_model: a/b\nadapter: qlora\nload_in_4bit: true\n",
     ),
     Case(
+        "axolotl-stops",
+        "base_model: a/b\nval_set_size: 0.1\neval_steps: 10\nevals_per_epoch: 1\n",
+        "base_model: a/b\nval_set_size: 0.1\nevals_per_epoch: 1\n",
+    ),
+    Case(
         "evaluation-without-rows",
         FACTORY.format("qwen") + "eval_strategy: steps\n",
         FACTORY.format("qwen") + "eval_strategy: steps\nval_size: 0.1\n",

@@ -57,9 +57,7 @@ def unread_tool(document: Document) -> str:
 
 def _near(name: str, known: frozenset[str]) -> str | None:
     """The known name that a name is a misspelling of: no known name itself, and not of another number."""
-    near = None if name in known else closest(name, known, least=0.87)
-    if near and near.startswith(f"{name}_"):
-        return None  # a word of its own
+    near = None if name in known else closest(name, known, least=0.85)
     of_training = near.replace("_eval_", "_train_") if near and "eval" not in name else near
     near = of_training if of_training in known else near
     return near if near and re.findall(r"\d", near) == re.findall(r"\d", name) else None

@@ -96,9 +96,11 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     program, made = tree_of(document), made_by(document)
     engine = zero_stage(setup) is not None or any(one.section(DS) for one in setup.of("accelerate"))
     engine |= bool(setup.of("deepspeed"))
-    for call in calls(document, "step") if not engine and not _ZEROES.search(document.text) else ():
-        place = around(program, call)
-        known, text = is_optimizer(made.get(stepped(call), "")), ast.unparse(place)
+    texts = " ".join(one.text for one in setup.of("training"))
+    for call in calls(document, "step") if not engine and not _ZEROES.search(texts) else ():
+        place, name = around(program, call), stepped(call)
+        given = name == "optimizer" and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
+        known, text = is_optimizer(made.get(name, "Adam" if given else "")), ast.unparse(place)
         often = isinstance(place, ast.For | ast.While) or f"{stepped(call)} = " not in text
         if known and often and ".backward(" in text:
             yield Hit((), fix=f"{stepped(call)}.zero_grad() after the step", line=call.lineno)

@@ -57,6 +57,24 @@ def qlora_without_4_bits(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit(("adapter",), what, "load_in_4bit: true")
 
 
+@training_rule("error", "axolotl/utils/schemas/validation.py: mutually exclusive; val_set_size == 0")
+def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
+    """Axolotl stops at keys that exclude each other."""
+    if not document.has("base_model"):
+        return
+    for steps, times in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+        if document.get(steps) and document.get(times):
+            yield Hit(
+                (steps,), f"Axolotl stops: `{steps}` and `{times}` exclude each other", f"keep `{times}`"
+            )
+    asked = next(
+        (one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")), ""
+    )
+    if asked and document.get("val_set_size") == 0 and not document.get("test_datasets"):
+        what = f"Axolotl stops: `{asked}` with `val_set_size: 0`, and no rows to evaluate"
+        yield Hit((asked,), what, "val_set_size: 0.05, or remove it")
+
+
 @training_rule(
     "error", "llamafactory/hparams/parser.py: Please make sure eval_dataset be provided or val_size"
 )

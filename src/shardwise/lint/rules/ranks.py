@@ -13,7 +13,7 @@ from shardwise.lint.setup import Setup
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
 _DIVIDED = re.compile(
     r"[Ss]ampler|split_dataset_by_node|\.shard\(|num_replicas|\.prepare\w*\(|setup_dataloaders|Iterable"
-    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|Trainer\(|worker_init_fn|parallelize_module|pipelining"
+    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|worker_init_fn|parallelize_module|pipelining"
 )
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
     r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
@@ -52,7 +52,9 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     engine = own == {"deepspeed.initialize"} and distributed(setup)
     map_style = re.search(r"shuffle=True|load_dataset\(|TensorDataset\(|\(\w*\.?Dataset\):", program)
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
-    if loads and (engine or wraps) and not (_DIVIDED.search(document.text) or _ROWS_BY_RANK.search(program)):
+    used = re.sub(r"^\s*(from|import)\b.*$", "", document.text, flags=re.MULTILINE)
+    divided = _DIVIDED.search(used) or any(name.endswith("Trainer") for name in document.uses)
+    if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(program)):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
         fix += ", or training_data= in deepspeed.initialize" if own else ", without shuffle=True"
