@@ -140,7 +140,7 @@ def _of_scripts(setup: Setup) -> Translated | str:
         return "no file says how the processes share the work; name the DeepSpeed JSON or Accelerate's file"
     if not alone and setup.training("device_map") in ("auto", "balanced", "balanced_low_0", "sequential"):
         return "`device_map` spreads one process over the GPUs, which is not simulated"
-    formats = [name for name in ("bf16", "fp16") if setup.training(name) is True]
+    formats = [name for name in ("bf16", "fp16") if setup.training(name) in (True, "auto")]  # Axolotl's
     formats += [one.get("mixed_precision") for one in files]
     used = next((one for one in formats if one in ("bf16", "fp16")), None)
     values: dict[str, Any] = {ZERO: {"stage": 0}, used or "bf16": {"enabled": used is not None}}

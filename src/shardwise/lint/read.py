@@ -20,7 +20,9 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
-LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(")  # a script with settings of its own
+LOADS_YAML = re.compile(
+    r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\("
+)  # a script with settings of its own
 _MAGIC = re.compile(r"^([ \t]*)[%!].*", re.MULTILINE)  # a line for IPython or the shell
 BYTE_ORDER_MARK = "\ufeff"
 

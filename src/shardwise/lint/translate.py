@@ -155,6 +155,8 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     elif not checkpointing:
         assumed.append("the best activation checkpointing: no file says whether the script uses it")
     rank = _number(setup, LORA, "lora_r", "lora_rank")
+    if rank is None and setup.training("finetuning_type") == "lora":
+        rank = 8  # LLaMA-Factory's
     length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
     counts = {"model.lora.rank": rank, "data.sequence_length": length}
     return changes + [f"{key}={count}" for key, count in counts.items() if count is not None]

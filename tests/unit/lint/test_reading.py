@@ -175,3 +175,37 @@ def test_a_configuration_in_a_script_is_still_judged_after_the_script_was_fixed(
     left = {one.rule for one in check(after).findings if one.severity == "error"}
     assert "out-of-bounds" in left
     assert "misspelt-argument" not in left
+
+
+FACTORY = (
+    "model_name_or_path: a/b\nstage: sft\ntemplate: qwen\nlearning_rate: 5e-5\noverwrite_output_dir: true\n"
+)
+
+
+def test_llama_factory_reads_numbers_and_has_arguments_of_its_own() -> None:
+    for kind in ("", "finetuning_type: lora\n"):
+        found = check(Setup(documents=(read(FACTORY + kind, "a.yaml", other="training"),))).findings
+        assert {one.severity for one in found} <= {"note"}, found
+
+
+def test_settings_of_stage_3_stay_where_another_key_needs_stage_3(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 1e9}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}, indent=2))
+    documents, _ = load([path])
+    fix_files(Setup(documents=documents), [path])
+    assert "stage3_max_live_parameters" in path.read_text()
+
+
+def test_a_configuration_of_a_script_is_one(tmp_path: Path) -> None:
+    script, settings = tmp_path / "train.py", tmp_path / "a.yaml"
+    script.write_text(
+        "import torch, yaml\ncfg = yaml.safe_load(open('a.yaml'))\ntorch.optim.AdamW([], lr=cfg['lr'])\n"
+    )
+    settings.write_text("lr: 2e-5\nname: x\n")
+    documents, broken = load([settings, script])
+    assert not broken
+    assert [one.rule for one in check(Setup(documents=documents)).findings] == ["number-of-yaml-is-text"]
+    script.write_text(script.read_text().replace("lr=cfg['lr']", "lr=float(cfg['lr'])"))
+    documents, broken = load([settings, script])
+    assert not check(Setup(documents=documents), broken).findings

@@ -445,6 +445,12 @@ CASES = (
         plugin(deepspeed_config_file="ds.json"),
         {"mixed_precision": GONE, **plugin(zero_stage=GONE, deepspeed_config_file="ds.json")},
     ),
+    Case(
+        "deepspeed-file-for-accelerate",
+        "accelerate launch --config_file file1 train.py\n",
+        "accelerate launch --use_deepspeed --deepspeed_config_file file1 train.py\n",
+        also=(json.dumps(DEEPSPEED),),
+    ),
     Case("accelerate-precision", {"mixed_precision": False}, {"mixed_precision": "no"}),
     Case(
         "accelerate-offload-and-stage",
@@ -649,6 +655,7 @@ CASES = (
         CHAT.format("meta-llama/Llama-3.2-1B"),
         CHAT.format("meta-llama/Llama-3.2-1B-Instruct"),
     ),
+    Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
     Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
     Case(
         "lost-flags",

@@ -122,6 +122,21 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(key, what, "remove it: the DeepSpeed file sets it", (Drop(key),))
 
 
+@rule(
+    "error",
+    "accelerate/commands/config/config_args.py: load_config_from_file; run with 1.15",
+    versions="accelerate>=1.0,<2",
+    kind="training",
+)
+def deepspeed_file_for_accelerate(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`accelerate launch --config_file` takes accelerate's own YAML: it stops at DeepSpeed's keys."""
+    named = str(document.get("config_file") or "").rpartition("/")[2]
+    for one in setup.of("deepspeed") if named and document.get("launcher") == "accelerate" else ():
+        if one.name.rpartition("/")[2] == named:
+            what = f"{one.name} is DeepSpeed's, and accelerate stops at its keys: ValueError"
+            yield Hit(("config_file",), what, f"--use_deepspeed --deepspeed_config_file {one.name}")
+
+
 @accelerate_rule("error", "accelerate/utils/launch.py: args.mixed_precision.lower()")
 def accelerate_precision(document: Document, _: Setup) -> Iterator[Hit]:
     """YAML reads a bare `no` as false, and accelerate requires a word."""

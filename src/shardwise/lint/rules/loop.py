@@ -99,7 +99,7 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     texts = " ".join(one.text for one in setup.of("training"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(texts) else ():
         place, name = around(program, call), stepped(call)
-        given = name == "optimizer" and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
+        given = name.endswith("optimizer") and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
         known, text = is_optimizer(made.get(name, "Adam" if given else "")), ast.unparse(place)
         often = isinstance(place, ast.For | ast.While) or f"{stepped(call)} = " not in text
         if known and often and ".backward(" in text:

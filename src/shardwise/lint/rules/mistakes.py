@@ -86,6 +86,9 @@ def evaluation_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
     rows = document.get("eval_dataset") or document.number("val_size")
     if tool_of(document) == "LLaMA-Factory" and asked and not rows:
         yield Hit((asked,), fix="val_size: 0.1, or eval_dataset, or remove it")
+    if tool_of(document) == "LLaMA-Factory" and document.on("do_train") and not document.get("dataset"):
+        what = "LLaMA-Factory stops: `Please specify dataset for training`"
+        yield Hit(("do_train",), what, "dataset: NAME, as dataset_info.json has it")
 
 
 @training_rule("warning", "the language: bool('False') is True")
@@ -146,7 +149,7 @@ def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     reads = any(LOADS_YAML.search(one.text) for one in setup.of("training") if one.syntax == "python")
     texts = " ".join(one.text for one in setup.of("training") if one.syntax == "python")
     asked = document.syntax == "yaml" and not document.has("base_model")
-    for name in document.values if asked and (reads or tool_of(document) == "LLaMA-Factory") else ():
+    for name in document.values if asked and reads and not tool_of(document) else ():
         value = document.get(name)
         if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", texts):
             continue
@@ -184,6 +187,16 @@ def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"the tokenizer of {models[0]} has no chat template: ValueError"
         fix = "tokenizer.chat_template = ..., or the instruct model's tokenizer"
         yield Hit((), what, fix, line=line_at(document.text, used.start()))
+
+
+@training_rule("warning", "transformers 5.23: import", versions="transformers>=5")
+def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+    """Transformers 5 has no optimizer of its own: ImportError."""
+    for found in re.finditer(
+        r"^\s*from transformers(\.optimization)? import .*\bAdamW\b", document.text, re.MULTILINE
+    ):
+        if document.syntax == "python":
+            yield Hit((), fix="from torch.optim import AdamW", line=line_at(document.text, found.end()))
 
 
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")

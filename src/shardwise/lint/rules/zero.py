@@ -69,7 +69,9 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
         key = (ZERO, name)
         if document.has(*key) and (nothing is None or document.get(*key) != nothing):
             what = f"only ZeRO-3 reads it; at stage {stage} it has no effect"
-            yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", (Drop(key),))
+            meant = document.has(ZERO, "offload_param")  # which needs stage 3, and then these count
+            changes = () if meant else (Drop(key),)
+            yield Hit(key, what, "remove it, or `stage`: 3 for sharded parameters", changes)
 
 
 @rule("note", "deepspeed/runtime/engine.py: what each setting is given to; run with 0.19.8")
