@@ -51,12 +51,14 @@ class Inputs:
         commanded: bool = False,
         imported: bool = False,
         only: str = "",
+        elsewhere: Mapping[str, ast.expr] | None = None,
     ) -> None:
         self._flags = dict(flags or {})
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
         self.only = only  # the file of settings that a script of an unknown one reads, as it is the only one
+        self.elsewhere = dict(elsewhere or {})  # defaults of flags of parsers in other files
         self.imported = imported  # whether another script is the one that is started
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()

@@ -264,6 +264,8 @@ class Values:
         if not known and ARGUMENTS.match(root):
             if flag := self._inputs.flag([path]):
                 return [flag]  # of a parser in another file, or of hydra
+            if path in self._inputs.elsewhere and self._inputs.commanded:
+                return [self._inputs.elsewhere[path]]
             if path == "dataset_config" and self._inputs.commanded:
                 return [ast.Constant(None)]  # TRL's default
         return known

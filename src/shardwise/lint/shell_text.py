@@ -140,6 +140,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
                 if takes is None:
                     takes = _fits(flag, value) and not (before_script and value.endswith(".py"))
                 value = words.popleft()[0] if takes and value != "--" and not _FLAG.match(value) else "true"
+            flag = _full(launcher, flag) if before_script else flag
             flags |= set() if before_script else {flag.replace("-", "_")}
             given = [_scalar(value)]
             while takes and not before_script and isinstance(given[-1], str) and _more(words):
@@ -184,6 +185,14 @@ def _fits(flag: str, value: str) -> bool:
     if flag == "deepspeed":
         return value.endswith(".json") or "$" in value or re.match("(default-)?zero[0-3]", value) is not None
     return flag not in ("bf16", "fp16") or value.lower() in ("true", "false")
+
+
+def _full(launcher: str, flag: str) -> str:
+    """The name of a torchrun flag: argparse takes its beginning, such as `--nnode`."""
+    key = flag.replace("-", "_")
+    known = (*names("torchrun_switches"), *names("torchrun_flags")) if launcher == "torchrun" else ()
+    meant = [] if key in known else [one for one in known if one.startswith(key)]
+    return meant[0] if len(meant) == 1 else flag
 
 
 def _takes_value(launcher: str, flag: str) -> bool | None:

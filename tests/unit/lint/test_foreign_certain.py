@@ -128,7 +128,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         "to do: a.yaml: datasets.0.type.format (line 6): prepare the rows in a shape of data.format",
     ),
     "a share of the steps": (
-        {"a.yaml": f"{AXOLOTL}save_steps: 0.2\n"}, {"train.save_every": None}, "to do: train.save_every: `train.save_every` is 0.2"
+        {"a.yaml": f"{AXOLOTL}save_steps: 0.2\n"}, {"train.save_every": None}, "to do: train.save_every: a share of the steps, whose number no file says; write train.save_every"
     ),
     "a share of the rows": (
         {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ntest_size: 0.05\n"},
@@ -277,6 +277,20 @@ MORE: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"train.py": f"{HEAD}{MODEL}def chat(row):\n    return {{'conversations': [row['a'], row['b']]}}\nd = d.map(chat)\n{TRAIN}"},
         {},
         "text by chat (line 4): prepare the rows in a shape of data.format",
+    ),
+    "defaults of a parser in another file": (
+        {"run.sh": "torchrun --nproc_per_node 2 --nnode 2 main.py --model_name_or_path a/b --lora_alpha 32\n",
+         "main.py": "import argparse\nfrom mine import train\np = argparse.ArgumentParser()\np.add_argument('--lora_r', default=4)\n"
+         "p.add_argument('--lora_alpha', default=8)\np.add_argument('--model_name_or_path')\ntrain(p.parse_args())\n",
+         "mine.py": f"{HEAD}{MODEL}from peft import LoraConfig\ndef train(args):\n    LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha)\n    {TRAIN}"},
+        {"model.lora.rank": 4, "model.lora.alpha": 32, "train.global_batch": 32},
+        "",
+    ),
+    "a loss that is only shown": (
+        {"train.py": f"{HEAD}{MODEL}class Mine(Trainer):\n    def compute_loss(self, model, inputs):\n        print(loss := model(**inputs).loss)\n"
+         "        return loss\nMine(model=m, args=TrainingArguments('o')).train()\n"},
+        {"optimizer.learning_rate": 5e-5},
+        "",
     ),
     "a mixture of data": (
         {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ndataset_mixer:\n  c/d: 1.0\n"},

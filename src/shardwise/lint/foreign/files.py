@@ -1,5 +1,6 @@
 """The files, and what they name: configurations, scripts with their settings, commands."""
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import names
-from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, name_of, options, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
@@ -32,6 +33,8 @@ _TASK = re.compile(
     r"(?<=[a-z])For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
     r"\b(classification_report|accuracy_score|f1_score)\("
 )
+_MODEL_LOSS = re.compile(r"super\(\)\.compute_loss|\.loss\b|\[['\"]loss['\"]\]|outputs?\[0\]")
+_MORE_LOSS = re.compile("cross_entropy|CrossEntropy|kl_div|mse_loss")
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = {"data.train"}
@@ -50,8 +53,9 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
     for one in documents:
-        _refuse(one, " ".join(one.text for one in documents if one.syntax == "python"))
-        said += _own_trainers(one)
+        texts = " ".join(one.text for one in documents if one.syntax == "python")
+        _refuse(one, texts)
+        said += _own_trainers(one, texts)
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
     commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
@@ -91,15 +95,27 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
 
 
-def _own_trainers(script: Document) -> Iterator[str]:
+def _own_trainers(script: Document, texts: str) -> Iterator[str]:
     """Classes of trainers that no library has, and losses of a script's own."""
     known = {*names("trainers"), *TABLE["reasons"], "UnslothTrainer", "L.Trainer", "pl.Trainer"}
     for name in sorted(script.uses) if script.syntax == "python" and script.kind == "training" else ():
-        if name.endswith("Trainer") and not {name, name.rpartition(".")[2]} & known:
+        mine = f"class {name.rpartition('.')[2]}(" in texts
+        if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
             yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    if own := re.search(r"def compute_loss\(|compute_loss_func=", script.text):
-        line = line_at(script.text, own.start())
+    if (line := _own_loss(script)) is not None:
         yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
+
+
+def _own_loss(script: Document) -> int | None:
+    """The line of a loss that is not the model's."""
+    if found := re.search(r"compute_loss_func=", script.text):
+        return line_at(script.text, found.start())
+    for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
+        if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
+            text = ast.unparse(node)
+            if _MORE_LOSS.search(text) or not _MODEL_LOSS.search(text):
+                return node.lineno
+    return None
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -181,7 +197,16 @@ def _inputs(
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
     only = str(Path(files[0]).resolve()) if len(files) == 1 and not settings else ""
-    return Inputs(flags, environment, Path(script.name).parent, known, imported, only)
+    elsewhere = {name: one for other in all_ if other is not script for name, one in _parsers(other).items()}
+    return Inputs(flags, environment, Path(script.name).parent, known, imported, only, elsewhere)
+
+
+def _parsers(script: Document) -> dict[str, ast.expr]:
+    """The flags of a script's parsers that have a default."""
+    tree = ast.parse(script.text if script.syntax == "python" else "")
+    calls = (one for one in ast.walk(tree) if isinstance(one, ast.Call))
+    made = (options(one) for one in calls if name_of(one.func).endswith("add_argument"))
+    return {name: default for _, name, default in made if default is not None}
 
 
 def _with_gpus(command: Document) -> Document:
@@ -197,6 +222,8 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nproc_per_node": int(count)} if count.isdecimal() else {}
             nodes = command.environment.get("SLURM_NNODES", "")
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
+        elif values["launcher"] == "accelerate" and "config_file" in values:
+            pass  # which says it
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
         elif values["launcher"] in _ALL_VISIBLE and asked.isdecimal():

@@ -25,6 +25,7 @@ _EVERY = {
     "train.save_every": ("save_strategy",),
     "train.eval_every": ("eval_strategy", "evaluation_strategy"),
 }
+_SHARE = "a share of the steps, whose number no file says"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
@@ -151,7 +152,9 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
     for key, what in problems:
         if key != ("optimizer", "final_fraction"):
-            said.append(f"{'to do' if key in wrong else 'left out'}: {source.dotted(key)}: {what}")
+            share = key in wrong and "every" in key[-1]
+            why = f"{_SHARE}; write {source.dotted(key)}" if share else what
+            said.append(f"{'to do' if key in wrong else 'left out'}: {source.dotted(key)}: {why}")
         job.forget(key)
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()

@@ -60,8 +60,10 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         for change in meant:
             name, _, text = change.partition("=")
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
-    if unread := _unread(document):
-        left_out[_RUN] += unread
+    for place in _unread(document):
+        why = TABLE["reasons"].get(".".join(place), "")
+        why = why if why.startswith("prepare") else _RUN
+        left_out[why].append(f"{'.'.join(place)} (line {document.line(place)})")
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
@@ -84,12 +86,12 @@ def _few(keys: Sequence[str]) -> Iterator[str]:
         yield from held if len(held) <= _MANY else [f"{section}.* ({len(held)} keys, from {line}"]
 
 
-def _unread(document: Document) -> list[str]:
+def _unread(document: Document) -> list[Key]:
     """Settings of a script whose values its text does not show, and that decide nothing of a job."""
     if document.syntax != "python" or document.kind != "training":
         return []
     places = (one for one in document.marks if is_open(document, one) and _is_setting(one))
-    return [f"{'.'.join(one)} (line {document.line(one)})" for one in places if not targets_of(document, one)]
+    return [one for one in places if not targets_of(document, one)]
 
 
 def _is_setting(place: Key) -> bool:
