@@ -66,10 +66,7 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
     unsloth = ["unsloth"] if document.has("FastModel()") else []
     unsloth += ["unsloth_config"] if unsloth and "SFTConfig" in calls else []  # in place of TRL's
     if of_script(document) == "trainer":
-        if calls & {
-            "SFTTrainer",
-            "SFTConfig",
-        }:  # which takes the Trainer's arguments too, with their defaults
+        if calls & {"SFTTrainer", "SFTConfig"}:  # takes the Trainer's arguments too, with their defaults
             own = [] if "TrainingArguments" in calls and "SFTConfig" not in calls else ["sft_config"]
             return [*unsloth, *adapters, *own, "trl"]
         return [*unsloth, *adapters, *([] if calls & {*names("trl_arguments")} else ["trainer"])]

@@ -29,8 +29,7 @@ _TRAINS = re.compile(
 _GENERATES = re.compile(r"\.generate\(|\bpipeline\(|\bLLM\(")
 _CAUSAL = re.compile(r"CausalLM|LMHead|LanguageModel|ForConditionalGeneration")
 _TASK = re.compile(
-    r"\bFor(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
-    r"(?<=[a-z])For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
+    r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
     r"\b(classification_report|accuracy_score|f1_score)\("
 )
 _MODEL_LOSS = re.compile(r"super\(\)\.compute_loss|\.loss\b|\[['\"]loss['\"]\]|outputs?\[0\]")
@@ -52,8 +51,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for one in documents:
         if one.kind == "job":
             raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
+    texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
-        texts = " ".join(one.text for one in documents if one.syntax == "python")
         _refuse(one, texts)
         said += _own_trainers(one, texts)
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}

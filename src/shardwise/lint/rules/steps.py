@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from shardwise.lint.document import Document
@@ -15,7 +16,7 @@ _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(
 _NORMALISED = re.compile(  # by hand, in whatever way
     r"(loss|grad|scale)\w*[^\n]*?(/|\.div|\.mul)|/ *\(?[\w.]*accum|backward\([^\n]*[/*]|'sum'|\.sum\(\)"
 )
-_DEEPEST = 3  # functions within one another
+_DEEPEST, _MOST = 3, 20_000  # functions within one another; calls, which these can multiply
 
 
 class _Run(NamedTuple):
@@ -65,7 +66,7 @@ def _loops(document: Document) -> Iterator[_Loop]:
     own = {one.name: one for one in ast.walk(program) if isinstance(one, ast.FunctionDef)}
     found = list[tuple[set[int], _Loop]]()
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [*_runs(loop.body, own)]
+        runs = [*islice(_runs(loop.body, own), _MOST)]
         names = {ast.unparse(run.call.func).removeprefix("self.") for run in runs}
         text = "\n".join(map(ast.unparse, (loop, *(own[name] for name in names & own.keys()))))
         steps = [run for run in runs if _of_optimizer(stepped(run.call), made)]
@@ -138,7 +139,7 @@ def eval_mode_stays(document: Document, setup: Setup) -> Iterator[Hit]:
     files = (tree_of(one) for one in setup.of("training"))  # a helper may be in another one
     own = {f.name: f for one in files for f in ast.walk(one) if isinstance(f, ast.FunctionDef)}
     for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
-        runs = [run.call for run in _runs(loop.body, own)]
+        runs = [run.call for run in islice(_runs(loop.body, own), _MOST)]
         last = {ast.unparse(call.func).rpartition(".")[2]: call for call in runs}
         if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
             what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
