@@ -50,14 +50,14 @@ class Inputs:
         folder: Path | None = None,
         commanded: bool = False,
         imported: bool = False,
-        only: str = "",
+        given: Sequence[str] = (),
         elsewhere: Mapping[str, ast.expr] | None = None,
     ) -> None:
         self._flags = dict(flags or {})
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
-        self.only = only  # the file of settings that a script of an unknown one reads, as it is the only one
+        self.given = given  # files of settings, one of which the script may read
         self.elsewhere = dict(elsewhere or {})  # defaults of flags of parsers in other files
         self.imported = imported  # whether another script is the one that is started
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
@@ -116,9 +116,12 @@ class Inputs:
         if call not in self._files:
             self._files[call] = None
             if self._folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
-                name = _file_name(call.args[0], meant, value_of) or self.only
-                alike = name.endswith(".json") == ast.unparse(call.func).startswith("json")
-                self._files[call] = self._load(name, call.lineno) if name and alike else None
+                name = _file_name(call.args[0], meant, value_of)
+                there = name and next((one for one in self.given if one.endswith(Path(name).name)), "")
+                alone = self.given[0] if len(self.given) == 1 and not name else ""
+                for one in filter(None, (name, there, alone)):  # another machine may have it elsewhere
+                    if one.endswith(".json") == ast.unparse(call.func).startswith("json"):
+                        self._files[call] = self._files[call] or self._load(one, call.lineno)
         return self._files[call]
 
     def _load(self, name: str, line: int) -> ast.Dict | None:

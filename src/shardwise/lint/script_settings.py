@@ -109,7 +109,7 @@ class Settings:
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
         match node:
-            case ast.Call() if self.calls and not (self.known.flow.runs(node) and self._of_a_library(node)):
+            case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
                 pass
             case ast.Call():
                 self._branch = bool(self.calls) and not self.known.flow.certain(node)

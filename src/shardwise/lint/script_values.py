@@ -154,6 +154,14 @@ class Values:
         """What the command gives for a flag."""
         return self._inputs.flag([name])
 
+    def runs(self, node: ast.AST, deep: int = 3) -> bool:
+        """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
+        if not self.flow.runs(node):
+            return False
+        function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
+        uses = self._uses_of(function) if function is not None and deep else []
+        return not uses or any(self.runs(one, deep - 1) for one in uses)
+
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
         match node:

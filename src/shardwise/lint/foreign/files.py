@@ -195,9 +195,9 @@ def _inputs(
     mine = {Path(one.name).name for one in all_ if one.syntax == "python"} & started
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
-    only = str(Path(files[0]).resolve()) if len(files) == 1 and not settings else ""
+    given = [] if settings else [str(Path(one).resolve()) for one in files]
     elsewhere = {name: one for other in all_ if other is not script for name, one in _parsers(other).items()}
-    return Inputs(flags, environment, Path(script.name).parent, known, imported, only, elsewhere)
+    return Inputs(flags, environment, Path(script.name).parent, known, imported, given, elsewhere)
 
 
 def _parsers(script: Document) -> dict[str, ast.expr]:
@@ -319,8 +319,8 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
     _take_length(script, read_)
-    if inputs.only and Path(inputs.only) in inputs.loaded:
-        said.append(f"assumed: {script.name} reads {Path(inputs.only).name}, the only file of settings here")
+    taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
+    said += [f"assumed: {script.name} reads {name}" for name in taken]
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

@@ -77,6 +77,11 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
+    if (
+        any(one.get("launcher") == "swift" for one in documents)
+        and not {"accumulation", "total"} & batch.keys()
+    ):
+        batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
     precision = [change for one in in_order[-1:] for change in one.changes[1:2]]

@@ -1,6 +1,7 @@
 """One value for each key of the job: which of several statements counts, and what is said of the others."""
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -58,6 +59,14 @@ def conflicts(stated: Sequence[Statement]) -> Iterator[str]:
         *lost, used = places.values()
         if key not in _TOGETHER:
             yield from (f"conflict: {used} is used, not {one}" for one in lost)
+
+
+def swift_rows(parts: Mapping[str, int], said: list[str]) -> int:
+    """The rows of a step where ms-swift chooses the accumulation: 16 at least (its trainers/arguments.py)."""
+    each = parts.get("micro", 1) * parts.get("gpus", 1) * parts.get("nodes", 1)
+    rows = each * max(1, math.ceil(16 / each))
+    said.append(f"assumed, as ms-swift 4 does: train.global_batch={rows}")
+    return rows
 
 
 def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[str]:
