@@ -655,6 +655,11 @@ CASES = (
         CHAT.format("meta-llama/Llama-3.2-1B"),
         CHAT.format("meta-llama/Llama-3.2-1B-Instruct"),
     ),
+    Case(
+        "sampler-and-shuffle",
+        "from torch.utils.data import *\nDataLoader(rows, shuffle=True, sampler=RandomSampler(rows))\n",
+        "from torch.utils.data import *\nDataLoader(rows, sampler=RandomSampler(rows))\n",
+    ),
     Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
     Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
     Case(

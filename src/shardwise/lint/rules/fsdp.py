@@ -59,7 +59,8 @@ def fsdp1_and_lora(document: Document, setup: Setup) -> Iterator[Hit]:
     """FSDP1 cannot flatten frozen weights and adapters together without the original parameters."""
     key, texts = (FSDP, "fsdp_use_orig_params"), " ".join(one.text for one in setup.of("training"))
     first = kind_of(document) == "FSDP" and document.number(FSDP, "fsdp_version") != 2
-    if first and document.get(*key) is False and setup.lora and "fsdp_auto_wrap_policy" not in texts:
+    wraps = "fsdp_auto_wrap_policy" in texts or setup.reader == "trainer"  # which wraps adapters apart
+    if first and document.get(*key) is False and setup.lora and not wraps:
         what = "FSDP1 with LoRA stops: `Must flatten tensors with uniform requires_grad when "
         yield Hit(key, f"{what}use_orig_params=False`", changes=(Put(key, True),))
 

@@ -49,12 +49,12 @@ def unknown_keys(document: Document) -> list[Key]:
 def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[Change, ...]]:
     """The fix for an unknown key, in words and as changes."""
     above, name = key[:-1], key[-1]
-    near = _ELSEWHERE.get(key) or closest(name, section.keys)
+    homes = [home for home in deepspeed_schema().homes(name) if home in _HOMES]
+    near = _ELSEWHERE.get(key) or (None if homes else closest(name, section.keys))
     if near is not None and document.has(*above, near):
         return f"`{near}` is given too: keep one of the two", ()
     if near is not None:
         return f"did you mean `{near}`?", (Rename(key, near),)
-    homes = [home for home in deepspeed_schema().homes(name) if home in _HOMES]
     if homes:
         home = (*homes[0], name)
         moved = (Drop(key), Put(home, document.get(*key)))

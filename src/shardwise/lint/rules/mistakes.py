@@ -97,7 +97,8 @@ def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
     for call in calls(document, "add_argument"):
         kinds = {one.arg: ast.unparse(one.value) for one in call.keywords}
         flags, name, _ = options(call)
-        if kinds.get("type") != "bool" or not flags:
+        dashed = any(isinstance(one, ast.Constant) and str(one.value).startswith("-") for one in call.args)
+        if kinds.get("type") != "bool" or not flags or not dashed:
             continue
         off = any(
             one.get(flag) is False for one in setup.of("training") for flag in flags if flag in one.flags
@@ -189,14 +190,27 @@ def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, used.start()))
 
 
-@training_rule("warning", "transformers 5.23: import", versions="transformers>=5")
+@training_rule("error", "torch/utils/data/dataloader.py: sampler option is mutually exclusive with shuffle")
+def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
+    """A DataLoader takes `sampler` or `shuffle=True`: with both it stops with a ValueError."""
+    for call in calls(document, "DataLoader"):
+        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        if given.get("shuffle") == "True" and given.get("sampler", "None") not in ("None", ""):
+            sure = "Sampler(" in given["sampler"] and " if " not in given["sampler"]  # a name may be None
+            yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
+
+
+@training_rule("warning", "transformers 5.23 and PEFT 0.21: import", versions="transformers>=5")
 def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """Transformers 5 has no optimizer of its own: ImportError."""
+    """Newer versions have no such name: ImportError."""
     for found in re.finditer(
         r"^\s*from transformers(\.optimization)? import .*\bAdamW\b", document.text, re.MULTILINE
     ):
         if document.syntax == "python":
             yield Hit((), fix="from torch.optim import AdamW", line=line_at(document.text, found.end()))
+    int8 = "prepare_model_for_int8_training"
+    if found_ := re.search(rf"^\s*from peft import [^()]*\b{int8}\b", document.text, re.MULTILINE):
+        yield Hit((), fix="prepare_model_for_kbit_training", line=line_at(document.text, found_.end()))
 
 
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")
