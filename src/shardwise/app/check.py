@@ -66,7 +66,8 @@ class Report:
         last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]
-            done = f"--fix made {len(self.fixed)} changes" if self.fixed else "--fix changed nothing"
+            count = len(self.fixed)
+            done = f"--fix made {count} change{'s' * (count > 1)}" if count else "--fix changed nothing"
             last.append(done + f"; left for you to fix: {counted(left)}" * bool(left))
         files = dict.fromkeys([*(one.file for one in found if one.file not in kinds), *kinds])
         paragraphs = ["\n".join(kinds.get(file, file) for file in files), *blocks, "\n".join(last)]

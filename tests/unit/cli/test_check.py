@@ -175,7 +175,7 @@ def test_fix_mends_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert f"fixed: {file}: `zero_optimization.overlap_com` -> `zero_optimization.overlap_comm`  [" in said
     assert "was: `zero_optimization` has no key `overlap_com`" in said
-    assert said.endswith("--fix made 1 changes\n")
+    assert said.endswith("--fix made 1 change\n")
     assert file.read_text() == (EXAMPLES / "overlap_com.json").read_text().replace(
         "overlap_com", "overlap_comm"
     )
