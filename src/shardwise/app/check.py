@@ -126,6 +126,7 @@ def check(
         asked_reader=reader,
         asked_world_size=hardware.world_size if hardware else None,
         gpus_per_node=hardware.gpus_per_node if hardware else None,
+        gpu=hardware.gpu.name if hardware else "",
         model=None if named is None else facts_of(named),
         deepspeed=deepspeed_version(),
     )

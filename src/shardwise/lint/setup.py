@@ -82,6 +82,7 @@ class Setup:
     asked_reader: Reader | None = None
     asked_world_size: int | None = None  # from --gpus
     gpus_per_node: int | None = None
+    gpu: str = ""  # the kind, from --gpus
     model: ModelFacts | None = None
     deepspeed: str = deepspeed_schema().version  # the version of DeepSpeed that the run would use
 

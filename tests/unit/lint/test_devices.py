@@ -233,3 +233,10 @@ def test_a_flag_without_a_type_is_text(option: str, rest: str, command: str, ala
     assert [x.line for x in one] == ([4] if alarm else [])
     if one:
         assert one[0].fix.startswith("type=float" if "1e-3" in option else "type=int")
+
+
+@pytest.mark.parametrize(("gpu", "found"), [("V100 SXM2 32GB", 1), ("A100 SXM4 80GB", 0)])
+def test_bf16_on_the_gpus_that_the_user_names(gpu: str, found: int) -> None:
+    made = read("model_name_or_path: a/b\nbf16: true\n", "a.yaml", other="training")
+    findings = check(Setup(documents=(made,), gpu=gpu)).findings
+    assert [one.rule for one in findings].count("bf16-without-hardware") == found

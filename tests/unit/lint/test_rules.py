@@ -97,6 +97,21 @@ for batch in data:
     scaler.update()
     optimizer.zero_grad()
 """
+HALF = """import torch
+from mine import model, data, optimizer
+for batch in data:
+    with torch.autocast("cuda", dtype=torch.{}):
+        loss = model(batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+RANKED = """import os
+from torch.nn.parallel import DistributedDataParallel
+from mine import build
+local_rank = int(os.environ["LOCAL_RANK"])
+model = DistributedDataParallel(build().to(local_rank), device_ids=[{}])
+"""
 EVALUATES = """from mine import model, data, held_out, optimizer
 def evaluate():
     model.eval()
@@ -661,6 +676,8 @@ CASES = (
         "from torch.utils.data import *\nDataLoader(rows, sampler=RandomSampler(rows))\n",
     ),
     Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
+    Case("fp16-without-scaler", HALF.format("float16"), HALF.format("bfloat16")),
+    Case("one-device-for-all-ranks", RANKED.format("0"), RANKED.format("local_rank")),
     Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
     Case(
         "lost-flags",

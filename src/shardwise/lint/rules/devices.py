@@ -150,6 +150,8 @@ def bf16_without_hardware(document: Document, setup: Setup) -> Iterator[Hit]:
     """GPUs before Ampere have no bf16: it is emulated and slow, and earlier versions stop."""
     jobs = [one for one in setup.of("training") if header(one)]
     old = [_old_gpu(one) for one in jobs]
+    if setup.gpu:  # --gpus counts more than a header
+        jobs, old = [*setup.of("training")], [setup.gpu if _OLD.search(setup.gpu) else ""]
     if not jobs or not all(old) or (document.syntax == "python" and _ASKS_THE_GPU.search(document.text)):
         return
     key = "bf16" if document.on("bf16") else "mixed_precision"

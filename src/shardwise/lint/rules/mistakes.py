@@ -62,6 +62,9 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
     """Axolotl stops at keys that exclude each other."""
     if not document.has("base_model"):
         return
+    if document.get("adapter") == "lora" and document.on("load_in_4bit"):
+        what = "Axolotl loads a base of 4 bits for `adapter: qlora` only: here it stays unquantized"
+        yield Hit(("load_in_4bit",), what, "adapter: qlora", severity="warning")
     for steps, times in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
         if document.get(steps) and document.get(times):
             yield Hit(
@@ -211,6 +214,26 @@ def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     int8 = "prepare_model_for_int8_training"
     if found_ := re.search(rf"^\s*from peft import [^()]*\b{int8}\b", document.text, re.MULTILINE):
         yield Hit((), fix="prepare_model_for_kbit_training", line=line_at(document.text, found_.end()))
+
+
+@training_rule("warning", "torch/amp/grad_scaler.py; fp16's smallest number is 6e-8")
+def fp16_without_scaler(document: Document, _: Setup) -> Iterator[Hit]:
+    """Gradients of fp16 autocast need a loss scale: small ones become 0."""
+    own = ".backward(" in document.text and not re.search(
+        r"Scaler|Accelerator\(|deepspeed|[Ll]ightning|Fabric|Trainer\(|bfloat16", document.text
+    )
+    for call in calls(document, "autocast") if own else ():
+        if re.search(r"torch\.(float16|half)\b", ast.unparse(call)):
+            yield Hit((), fix="torch.amp.GradScaler, or dtype=torch.bfloat16", line=call.lineno)
+
+
+@training_rule("error", "torch/nn/parallel/distributed.py: device_ids")
+def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`device_ids=[0]` is GPU 0 in every process, and the model of the others is on another."""
+    local = re.search(r"LOCAL_RANK|local_rank|get_rank\(", document.text)
+    for call in calls(document, "DistributedDataParallel") if local and setup.world_size != 1 else ():
+        if any(one.arg == "device_ids" and ast.unparse(one.value) == "[0]" for one in call.keywords):
+            yield Hit((), fix="device_ids=[local_rank]", line=call.lineno)
 
 
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")
