@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -66,8 +67,11 @@ def load(
 
 def _read_yaml(files: Sequence[Path]) -> bool:
     """Whether one of the files is a script that loads YAML by itself."""
-    scripts = (one for one in files if one.suffix == ".py" and one.is_file())
-    return any(LOADS_YAML.search(one.read_text(encoding="utf-8", errors="replace")) for one in scripts)
+    for one in (one for one in files if one.suffix == ".py"):
+        with suppress(UnreadableError):
+            if LOADS_YAML.search(text_of(one, "shardwise check")):
+                return True
+    return False
 
 
 def unreadable(name: str, error: UnreadableError) -> Finding:

@@ -48,6 +48,7 @@ class Inputs:
         flags: Mapping[str, Any] | None = None,
         environment: Mapping[str, Any] | None = None,
         folder: Path | None = None,
+        *,
         commanded: bool = False,
         imported: bool = False,
         given: Sequence[str] = (),
@@ -244,6 +245,13 @@ def options_of(text: str) -> set[str]:
             case ast.ClassDef(body=body):
                 found |= {ast.unparse(one.target) for one in body if isinstance(one, ast.AnnAssign)}
     return found
+
+
+def defaults_of(text: str) -> dict[str, ast.expr]:
+    """The defaults of the flags of a script's parsers."""
+    calls = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call))
+    made = (options(one) for one in calls if name_of(one.func).endswith("add_argument"))
+    return {name: default for _, name, default in made if default is not None}
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:

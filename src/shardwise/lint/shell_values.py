@@ -35,19 +35,24 @@ _PIECE = re.compile(
     r"\\.|'[^']*'|\"\$\{\w+\[@\]\}\"|\"|\$(?:\d|[A-Za-z_]\w*)|\$\(\(|\$[({]|`", re.ASCII | re.DOTALL
 )
 _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
-_SBATCH = re.compile(r"^#SBATCH\s+(--?[\w-]+)[=\s]+(\S+)", re.MULTILINE)
+_SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
+_OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGnJ])[\s=]*)(?!-)(\S+)")
+_LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks", "J": "job-name"}
 _SLURM = {  # an option of sbatch, and the variables that it sets
     "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "ntasks_per_node": ("SLURM_NTASKS_PER_NODE",),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
     "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "n": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "gpus_per_node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
+    "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
     "gres": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-    "cpus_per_task": ("SLURM_CPUS_PER_TASK",),
-    "job_name": ("SLURM_JOB_NAME",),
-    "J": ("SLURM_JOB_NAME",),
+    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+    "job-name": ("SLURM_JOB_NAME",),
 }
+
+
+def header(text: str) -> dict[str, str]:
+    """What a script asks of Slurm, by the long names of the options."""
+    rows = _SBATCH.findall(text)
+    return {long or _LONG[short]: value for row in rows for long, short, value in _OPTION.findall(row)}
 
 
 def steps(text: str) -> Iterator[tuple[Command, "Variables"]]:
@@ -67,9 +72,8 @@ class Variables:
 
     def __init__(self, text: str, read: list[Command]) -> None:
         self._known = dict[str, Value]()
-        for option, value in _SBATCH.findall(text):
-            name = option.lstrip("-").replace("-", "_")
-            count = value.rpartition(":")[2] if name in ("gpus_per_node", "gres") else value
+        for name, value in header(text).items():
+            count = value.rpartition(":")[2] if name in ("gpus-per-node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
         later = [one.text for one in read if one.repeated]
         self._never = {name for one in later for name in _touched(one)}

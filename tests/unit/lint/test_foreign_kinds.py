@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from foreign_files import made_of, value_of
 from shardwise.job.source import job_values
-from shardwise.lint.foreign import translation
 
 Files = dict[str, str]
 
@@ -729,20 +729,10 @@ CASES |= {
 }
 
 
-def value_of(values: dict[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part, {}) if isinstance(values, dict) else {}
-    return None if values == {} else values
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_job_is_what_the_files_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, expected, sentences = CASES[name]
-    monkeypatch.chdir(tmp_path)
-    for file, text in files.items():
-        Path(file).parent.mkdir(parents=True, exist_ok=True)
-        Path(file).write_text(text)
-    text, said = translation([Path(file) for file in files if not file.startswith("data/")])
+    text, said = made_of(files, tmp_path, monkeypatch)
     values = job_values(text)
     assert {key: value_of(values, key) for key in expected} == expected, "\n".join(said)
     for sentence in sentences:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from foreign_files import made_of, value_of
 from shardwise.errors import JobError
 from shardwise.job.source import job_values
-from shardwise.lint.foreign import translation
 
 HEAD = "from transformers import Trainer, TrainingArguments, AutoModelForCausalLM, HfArgumentParser\n"
 TRAIN = "Trainer(model=m, args=TrainingArguments('o', num_train_epochs=2, learning_rate=1e-4)).train()\n"
@@ -95,12 +95,7 @@ def test_what_is_not_understood_is_to_do(name: str, tmp_path: Path, monkeypatch:
     files, values, sentence = CASES[name]
     text, said = made_of(files, tmp_path, monkeypatch)
     job = job_values(text)
-    for key, value in values.items():
-        section, _, last = key.rpartition(".")
-        holder: Any = job
-        for part in filter(None, section.split(".")):
-            holder = holder.get(part, {})
-        assert holder.get(last) == value, (key, said)
+    assert {key: value_of(job, key) for key in values} == values, said
     todo = [one for one in said if "not understood" in one]
     assert (
         any(sentence in one for one in todo) if sentence else not any("model.lora" in one for one in todo)
@@ -153,10 +148,3 @@ def test_a_section_of_many_keys_is_named_once(tmp_path: Path, monkeypatch: pytes
     keys = "".join(f"  k{number}: 1\n" for number in range(20))
     _, said = made_of({"a.yaml": f"{YAML}mixture:\n{keys}"}, tmp_path, monkeypatch)
     assert any("mixture.* (20 keys, from line 4)" in one for one in said), said
-
-
-def made_of(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
-    monkeypatch.chdir(folder)
-    for name, text in files.items():
-        Path(name).write_text(text)
-    return translation(sorted(map(Path, files)))

@@ -80,8 +80,9 @@ from mine import parser
 parser.add_argument("--packing", type={})
 """
 CHAT = """from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{0}")
-tokenizer = AutoTokenizer.from_pretrained("{0}")
+name = "{0}"
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
 text = tokenizer.apply_chat_template(rows(), tokenize=False)
 def rows(): return []
 """
@@ -643,7 +644,7 @@ CASES = (
         "base_model: a/b\nval_set_size: 0.1\nevals_per_epoch: 1\n",
     ),
     Case(
-        "evaluation-without-rows",
+        "no-rows",
         FACTORY.format("qwen") + "eval_strategy: steps\n",
         FACTORY.format("qwen") + "eval_strategy: steps\nval_size: 0.1\n",
     ),

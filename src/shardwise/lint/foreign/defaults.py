@@ -13,7 +13,7 @@ _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
-_FACTORY = {"finetuning_type", "template", "cutoff_len", "dataset_dir"}
+_FACTORY = {*names("of_llama_factory")}
 
 
 def defaults(given: set[str], documents: Sequence[Document], model: str, said: list[str]) -> list[str]:

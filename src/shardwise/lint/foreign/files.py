@@ -16,7 +16,7 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import names
-from shardwise.lint.script_inputs import OPEN, Inputs, name_of, options, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
@@ -196,22 +196,23 @@ def _inputs(
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
     given = [] if settings else [str(Path(one).resolve()) for one in files]
-    elsewhere = {name: one for other in all_ if other is not script for name, one in _parsers(other).items()}
-    return Inputs(flags, environment, Path(script.name).parent, known, imported, given, elsewhere)
-
-
-def _parsers(script: Document) -> dict[str, ast.expr]:
-    """The flags of a script's parsers that have a default."""
-    tree = ast.parse(script.text if script.syntax == "python" else "")
-    calls = (one for one in ast.walk(tree) if isinstance(one, ast.Call))
-    made = (options(one) for one in calls if name_of(one.func).endswith("add_argument"))
-    return {name: default for _, name, default in made if default is not None}
+    others = [one.text for one in all_ if one.syntax == "python" and one is not script]
+    return Inputs(
+        flags,
+        environment,
+        Path(script.name).parent,
+        commanded=known,
+        imported=imported,
+        given=given,
+        elsewhere={name: one for text in others for name, one in defaults_of(text).items()},
+    )
 
 
 def _with_gpus(command: Document) -> Document:
     """The command with the number of GPUs that it lists, or that SLURM gives it."""
     values = dict(command.values)
-    if not any(name in values for name in _GPUS):
+    in_file = values["launcher"] == "accelerate" and "config_file" in values
+    if not in_file and not any(name in values for name in _GPUS):
         shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
         shown = str(values.get("include", shown)).rpartition(":")[2]
         asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
@@ -221,8 +222,6 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nproc_per_node": int(count)} if count.isdecimal() else {}
             nodes = command.environment.get("SLURM_NNODES", "")
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
-        elif values["launcher"] == "accelerate" and "config_file" in values:
-            pass  # which says it
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
         elif values["launcher"] in _ALL_VISIBLE and asked.isdecimal():

@@ -47,11 +47,6 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         if any(one.startswith("to do") and write in one for one in said):
             continue
         named = [one for one in settings if _is_of(key, one[1], one[3])]
-        named = [
-            one
-            for one in named
-            if (not isinstance(one[3], str) if key == _HELD_OUT else not _OTHER.search(one[1]))
-        ]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
         given = by_name or given
@@ -70,6 +65,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
 
 def _is_of(key: str, name: str, value: Any) -> bool:
     """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
+    if isinstance(value, str) if key == _HELD_OUT else _OTHER.search(name):
+        return False  # the name of a split; what names another thing
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
     return bool(_CONCEPTS[key].search(name) or in_value)
 

@@ -306,7 +306,7 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     )
     keys = document.flags if parsed and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
-    factory = {"finetuning_type", "template", "cutoff_len", "dataset_dir", "stage"} & document.values.keys()
+    factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
     for word in names("removed_from_TrainingArguments"):
         old, _, new = word.partition("=")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwise.lint import shell_values
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit
 from shardwise.lint.rules.training import training_rule
@@ -14,9 +15,6 @@ from shardwise.lint.shell_text import OPEN
 SHOWS = "CUDA_VISIBLE_DEVICES"
 _SHOWN = re.compile(r"^os\.environ\[.CUDA_VISIBLE_DEVICES.\] *= *['\"]([\d,]+)['\"]", re.MULTILINE)
 _SETS = re.compile(rf"{SHOWS}=(?!\$\{{?{SHOWS})")  # `echo NAME=$NAME` does not
-_SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
-_OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGn])[\s=]*)(?!-)(\S+)")
-_LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks"}
 _GRES = re.compile(r"(?:^|,)gpu((?::(?=[\w-]*[A-Za-z])[\w-]+)?)(?::(\d{1,6}))?(?=[,(]|$)")  # no part of a GPU
 _COUNT = re.compile(r"((?:[\w-]+:)?)(\d{1,6})")
 _OLD = re.compile(rf"(?i)(?<![a-z0-9])(?:{'|'.join(names('gpus_without_bf16'))})(?![a-z0-9])")
@@ -38,8 +36,7 @@ def of_launcher(document: Document, name: str) -> bool:
 
 def header(document: Document) -> dict[str, str]:
     """What a script asks of Slurm, by the long names of the options."""
-    rows = _SBATCH.findall(document.text) if document.syntax == "shell" else ()
-    return {long or _LONG[short]: value for row in rows for long, short, value in _OPTION.findall(row)}
+    return shell_values.header(document.text) if document.syntax == "shell" else {}
 
 
 def gpus_of(asked: dict[str, str]) -> tuple[int | None, str]:

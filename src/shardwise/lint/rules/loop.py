@@ -101,9 +101,9 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
         place, name = around(program, call), stepped(call)
         given = name.endswith("optimizer") and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
         known, text = is_optimizer(made.get(name, "Adam" if given else "")), ast.unparse(place)
-        often = isinstance(place, ast.For | ast.While) or f"{stepped(call)} = " not in text
+        often = isinstance(place, ast.For | ast.While) or f"{name} = " not in text
         if known and often and ".backward(" in text:
-            yield Hit((), fix=f"{stepped(call)}.zero_grad() after the step", line=call.lineno)
+            yield Hit((), fix=f"{name}.zero_grad() after the step", line=call.lineno)
             return
 
 

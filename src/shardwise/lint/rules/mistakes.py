@@ -10,7 +10,7 @@ from shardwise.lint.finding import Hit
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
 from shardwise.lint.rules.families import known_values
-from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of
+from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of, within
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
@@ -18,6 +18,7 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
+_REMOVED = dict(word.split("=") for word in names("removed_imports"))
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 
@@ -78,18 +79,19 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((asked,), what, "val_set_size: 0.05, or remove it")
 
 
-@training_rule(
-    "error", "llamafactory/hparams/parser.py: Please make sure eval_dataset be provided or val_size"
-)
-def evaluation_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
-    """LLaMA-Factory is to evaluate, and has no rows for it: it stops."""
+@training_rule("error", "llamafactory/hparams/parser.py: get_train_args")
+def no_rows(document: Document, _: Setup) -> Iterator[Hit]:
+    """LLaMA-Factory is to evaluate, or to train, and has no rows for it: it stops."""
+    if tool_of(document) != "LLaMA-Factory":
+        return
     asked = next(
         (one for one in ("eval_strategy", "do_eval") if document.get(one) in (True, "steps", "epoch")), ""
     )
     rows = document.get("eval_dataset") or document.number("val_size")
-    if tool_of(document) == "LLaMA-Factory" and asked and not rows:
-        yield Hit((asked,), fix="val_size: 0.1, or eval_dataset, or remove it")
-    if tool_of(document) == "LLaMA-Factory" and document.on("do_train") and not document.get("dataset"):
+    if asked and not rows:
+        what = "LLaMA-Factory stops: `Please make sure eval_dataset be provided or val_size >1e-6`"
+        yield Hit((asked,), what, "val_size: 0.1, or eval_dataset, or remove it")
+    if document.on("do_train") and not document.get("dataset"):
         what = "LLaMA-Factory stops: `Please specify dataset for training`"
         yield Hit(("do_train",), what, "dataset: NAME, as dataset_info.json has it")
 
@@ -184,8 +186,8 @@ def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
         r"chat_template\s*=|get_chat_template|setup_chat_format|chat_template_path", texts
     ):
         return
-    _, known = known_values(document, setup)
-    made = [one for one in calls(document, "from_pretrained") if "Tokenizer" in ast.unparse(one.func)]
+    program, known = known_values(document, setup)
+    made = [one for one in within(program) if re.search(r"Tokenizer\w*\.from_pre", ast.unparse(one.func))]
     models = [str(known.value(one.args[0])) for one in made if one.args]
     if models and all(_BASE.search(name.lower().rpartition("/")[2]) for name in models):
         what = f"the tokenizer of {models[0]} has no chat template: ValueError"
@@ -203,17 +205,17 @@ def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
 
 
-@training_rule("warning", "transformers 5.23 and PEFT 0.21: import", versions="transformers>=5")
+@training_rule("warning", "transformers 5.23, PEFT 0.21: import", versions="transformers>=5")
 def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
-    for found in re.finditer(
-        r"^\s*from transformers(\.optimization)? import .*\bAdamW\b", document.text, re.MULTILINE
-    ):
-        if document.syntax == "python":
-            yield Hit((), fix="from torch.optim import AdamW", line=line_at(document.text, found.end()))
-    int8 = "prepare_model_for_int8_training"
-    if found_ := re.search(rf"^\s*from peft import [^()]*\b{int8}\b", document.text, re.MULTILINE):
-        yield Hit((), fix="prepare_model_for_kbit_training", line=line_at(document.text, found_.end()))
+    for node in ast.walk(tree_of(document)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        package = str(node.module).partition(".")[0]
+        for alias in node.names:
+            if now := _REMOVED.get(f"{package}.{alias.name}"):
+                what = f"{package} has no `{alias.name}` any more: ImportError"
+                yield Hit((), what, now, line=node.lineno)
 
 
 @training_rule("warning", "torch/amp/grad_scaler.py; fp16's smallest number is 6e-8")
