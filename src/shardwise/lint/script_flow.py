@@ -46,6 +46,8 @@ class Flow:
         """The nodes of all statements that follow one of these in its own block."""
         found = set[ast.AST]()
         for one in marks:
+            if one in found:  # so is what follows it
+                continue
             statement = self.statement(one)
             block = self._above.get(statement)
             body: list[ast.stmt] = getattr(block, "body", [])

@@ -24,11 +24,8 @@ _RANK = re.compile(r"(\w+_)?RANK$")  # of which each process has its own
 _COUNT = re.compile(
     r"(?i)(.*\bget_world_size\(\)|.*(accelerator|state|state\(\))\.num_processes|.*args\.world_size)$"
 )
-_SUPPORTED = (
-    "is_bfloat16_supported",
-    "is_bf16_supported",
-    "cuda.is_available",
-)  # by every GPU that shardwise plans for
+# what every GPU has that shardwise plans for
+_SUPPORTED = ("is_bfloat16_supported", "is_bf16_supported", "cuda.is_available")
 
 
 class _NoAliases(yaml.SafeLoader):
@@ -50,6 +47,7 @@ class Inputs:
         folder: Path | None = None,
         *,
         commanded: bool = False,
+        alone: bool = False,
         imported: bool = False,
         given: Sequence[str] = (),
         elsewhere: Mapping[str, ast.expr] | None = None,
@@ -58,6 +56,7 @@ class Inputs:
         self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
         self._environment, self._folder = dict(environment or {}), folder
         self.commanded = commanded  # whether a command says all flags
+        self._alone = alone  # whether nothing starts other processes
         self.given = given  # files of settings, one of which the script may read
         self.elsewhere = dict(elsewhere or {})  # defaults of flags of parsers in other files
         self.imported = imported  # whether another script is the one that is started
@@ -66,6 +65,7 @@ class Inputs:
         self.defined = set[str]()  # flags of the command that the script has
         self.taken = set[str]()  # those whose value is the value of something
         self.loaded = set[Path]()  # files that the script reads
+        self.outside = set[str]()  # files that it names elsewhere, which are not read
         self.supported = False  # whether a value depends on what a GPU supports
 
     def flag(self, names: Sequence[str]) -> ast.expr | None:
@@ -99,7 +99,8 @@ class Inputs:
     def _variable(self, name: Any, default: Any) -> Any:
         if not isinstance(name, str):
             return UNKNOWN
-        if _RANK.match(name) or (_OF_LAUNCHER.match(name) and name not in self._environment):
+        started = _OF_LAUNCHER.match(name) and not self._alone
+        if _RANK.match(name) or (started and name not in self._environment):
             return UNKNOWN  # whatever the default
         if name in self._environment:
             self.taken.add(name)
@@ -126,18 +127,24 @@ class Inputs:
         return self._files[call]
 
     def _load(self, name: str, line: int) -> ast.Dict | None:
-        for path in (Path(name), (self._folder or Path()) / name):
+        folder = self._folder or Path()
+        for path in (Path(name), folder / name):
             try:
+                real, roots = path.resolve(), (Path.cwd(), folder.resolve())
+                if name not in self.given and not any(map(real.is_relative_to, roots)):
+                    if real.is_file():  # a stranger's script does not choose among a user's files
+                        self.outside.add(name)
+                    continue
                 text = read_bounded(path, _LARGEST_FILE_BYTES).decode()
                 values = json.loads(text) if name.endswith(".json") else yaml.load(text, _NoAliases)  # noqa: S506
                 made = _expression(values)
-            except (OSError, ValueError, yaml.YAMLError, RecursionError, SyntaxError, MemoryError):
+            except (OSError, ValueError, yaml.YAMLError, RuntimeError, SyntaxError, MemoryError):
                 continue
             if isinstance(values, dict):
                 for node in ast.walk(made):
                     if isinstance(node, ast.expr):
                         node.lineno = line
-                self.loaded.add(path.resolve())
+                self.loaded.add(real)
                 return made if isinstance(made, ast.Dict) else None
         return None
 

@@ -27,14 +27,18 @@ _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words 
 _TEMPLATE = re.compile(
     r"['\"](conversations|messages|text|prompt)['\"]: |\bf['\"]|\.format\(|['\"] \+|\+ ['\"]"
 )  # what makes a text of fields
-_MASKED = re.compile(
-    r"\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\(", re.IGNORECASE
-)  # the labels of a prompt
-_PACKED = re.compile(r"def group_texts|concatenated_examples|np\.memmap\(")  # rows without padding
-_LABELS = re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids")
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
-_SCHEDULE = re.compile(r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*=")
-_PAIRS = re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']")
+_LONGEST = 90  # characters of a text that are shown
+_PRINTS = re.compile(r"(?i)print|log|warn|error|info|debug")
+_SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
+    "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
+    "packed()": re.compile(r"def group_texts|concatenated_examples|np\.memmap\("),
+    "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\("),
+    "labels()": re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids"),
+    "scheduler()": re.compile(
+        r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*="
+    ),
+}
 
 
 class Settings:
@@ -59,20 +63,28 @@ class Settings:
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
         self._branch, self._maybe = False, dict[Key, Any]()  # what only one branch says
-        trainers = (
-            one
-            for one in ast.walk(program)
-            if isinstance(one, ast.Call) and _last(one) in ("Trainer", "Fabric")
-        )
-        given = [k.value for one in trainers for k in one.keywords if k.arg == "strategy"]
-        self.strategies = {self.known.meant(one) for one in given}  # Lightning's, that are used
-        made = {_last(one) for one in ast.walk(program) if isinstance(one, ast.Call)} if calls else set[str]()
-        own = {one.name for one in ast.walk(program) if isinstance(one, ast.ClassDef)}
-        self._loops = not made & {*names("trainers")} - own  # else those of a callback train nothing
+        self.trainings = list[int]()  # the lines of several
+        nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
+        made = [one for one in nodes if isinstance(one, ast.Call)]
+        used = [
+            k.value
+            for one in made
+            if _last(one) in ("Trainer", "Fabric")
+            for k in one.keywords
+            if k.arg == "strategy"
+        ]
+        self.strategies = {self.known.meant(one) for one in used}  # Lightning's
+        own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
+        trainers = {*names("trainers")} - own if calls else set[str]()
+        self._loops = not trainers & {*map(_last, made)}  # else those of a callback train nothing
         if calls:
             self._put(self._later_arguments(keys))
-        nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
-        after = self.known.flow.after([one for one in nodes if _trains(one)]) if calls else set()
+        trains = [one for one in made if calls and _trains(one) and self.known.runs(one)]
+        after = self.known.flow.after(trains)
+        scopes = [[*self.known.flow.scopes(one)] for one in trains]
+        functions = {one[0] for one in scopes if not any(isinstance(part, ast.ClassDef) for part in one)}
+        if after & {*trains} or len(functions) > 1:
+            self.trainings = [one.lineno for one in trains]
         for node in nodes:
             if node not in after:  # what follows the training decides nothing of it
                 self._take(node)
@@ -92,19 +104,17 @@ class Settings:
 
     def _seen_in(self, text: str) -> Said:
         """What the words of a script show, without being an argument."""
-        said, given = Said(), self.values.get("completion_only_loss")
-        if "SFTTrainer" in text and given is None and (pairs := _PAIRS.search(text)):
-            said["completion()",] = (line_at(text, pairs.start()), True)
-        if packed := _PACKED.search(text):
-            said["packed()",] = (line_at(text, packed.start()), True)
-        if masked := _MASKED.search(text):
-            said["masked()",] = (line_at(text, masked.start()), True)
-        elif labels := _LABELS.search(text):
-            name = "labels(-100)" if "-100" in text else "labels()"
-            said[name,] = (line_at(text, labels.start()), True)
-        if schedule := _SCHEDULE.search(text):
-            said["scheduler()",] = (line_at(text, schedule.start()), UNKNOWN)
-        return said
+        found = {name: one.search(text) for name, one in _SEEN.items()}
+        lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
+        if "SFTTrainer" not in text or self.values.get("completion_only_loss") is not None:
+            lines.pop("completion()", None)
+        if (labels := lines.pop("labels()", 0)) and "masked()" not in lines:
+            masks = "-100" in text
+            lines["labels(-100)" if masks else "labels()"] = labels
+            padded = (self.values.get("tokenizer") or {}).get("padding")
+            again = any(one.endswith("DataCollatorForLanguageModeling") for one in self.uses)
+            lines |= {"labels(padding)": labels} if padded and not (masks or again) else {}
+        return {(name,): (line, UNKNOWN if name == "scheduler()" else True) for name, line in lines.items()}
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
@@ -167,11 +177,9 @@ class Settings:
 
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))
-        for one in call.args[:1] if last == "map" and self.calls else ():
-            made = self.known.meant(one)
-            if isinstance(made, ast.FunctionDef | ast.Lambda) and _TEMPLATE.search(ast.unparse(made)):
-                name = getattr(made, "name", "a lambda")
-                self._put({(f"text by {name}",): (made.lineno, True)})
+        formats = [one.value for one in call.keywords if one.arg == "formatting_func"]
+        for one in call.args[:1] if last == "map" else formats:
+            self._text(self.known.meant(one))
         if last in names("trainers") and self.calls:
             self._collator(call)
         said = self._given(call, last)
@@ -186,6 +194,26 @@ class Settings:
             self._arguments(call, called, said)
         else:
             self._of_a_job(call, last, said)
+
+    def _text(self, made: ast.AST) -> None:
+        """What text a function makes of a row, or of which field it is."""
+        if not self.calls or not isinstance(made, ast.FunctionDef | ast.Lambda):
+            return
+        inner = [*ast.walk(made)]
+        calls = [one for one in inner if isinstance(one, ast.Call)]
+        if _TEMPLATE.search(ast.unparse(made)):
+            shown = {part for one in calls if _PRINTS.search(ast.unparse(one.func)) for part in one.args}
+            texts = [ast.unparse(one) for one in inner if isinstance(one, ast.JoinedStr) and one not in shown]
+            made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
+            texts += [str(self.known.value(one.value)) for one in made_of if one.attr == "format"]
+            text = max(texts, key=len, default="")[:_LONGEST].replace("$", "")
+            self._put({(f"text by {getattr(made, 'name', 'a lambda')}",): (made.lineno, text)})
+            return
+        for one in calls:
+            match one.args[:1]:
+                case [ast.Subscript(slice=ast.Constant(value=str(field)))] if field != "text":
+                    if "tok" in name_of(one.func).lower():
+                        self._put({("tokenised field",): (one.lineno, field)})
 
     def _collator(self, call: ast.Call) -> None:
         """Of a trainer: one of the script's own decides which tokens the loss counts."""
@@ -208,10 +236,8 @@ class Settings:
         groups = self.known.meant(call.args[0]) if call.args and places[:1] == ["params"] else None
         first = groups.elts[0] if isinstance(groups, ast.List) and groups.elts else None
         if first is not None:  # of several groups, the others are usually those without decay
-            held = self.known.entries(first)
-            said |= {
-                key: v for key, v in held.items() if key in (("lr",), ("weight_decay",)) and key not in said
-            }
+            kept = {("lr",), ("weight_decay",)} - said.keys()
+            said |= {key: one for key, one in self.known.entries(first).items() if key in kept}
         if last in names("calls") or last in self.calls:
             for name, after in self.known.later(call):
                 said = {key: one for key, one in said.items() if key[0] != name}
@@ -263,11 +289,8 @@ class Settings:
             said = {("config",): said["config",]} if isinstance(file, str) else {}
             self._put(said)  # the file or dict says all; the arguments count for nothing
             return
-        for name in (one for one in said if one[0].startswith("activation_checkpointing")):
-            said[name] = (
-                said[name][0],
-                True,
-            )  # of Lightning's FSDP: the classes whose outputs are recomputed
+        wraps = [one for one in said if one[0].startswith("activation_checkpointing")]  # Lightning's classes
+        said |= {one: (said[one][0], True) for one in wraps}
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
 
     def _arguments(self, call: ast.Call, called: str, said: Said) -> None:
@@ -317,10 +340,11 @@ class Settings:
                 self.marks[key], holder[key[-1]] = Mark(line=line), {} if value == {} else value
 
 
-def _trains(node: ast.AST) -> bool:
-    """Whether it is `trainer.train()`."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return is_call and bool(re.search(r"(?is)trainer(\(.*\))?\.train\(", ast.unparse(node)))
+def _trains(call: ast.Call) -> bool:
+    """Whether it is `trainer.train()`, or Lightning's `trainer.fit()`."""
+    return isinstance(call.func, ast.Attribute) and bool(
+        re.search(r"(?is)trainer\w*(\(.*\))?\.(train|fit)\(", ast.unparse(call))
+    )
 
 
 def _last(call: ast.Call) -> str:

@@ -14,22 +14,11 @@ UNKNOWN = "..."  # a value that only a run knows
 
 _LARGEST = 10**15
 _NAMED = re.compile(r"torch\.\w+|([\w.]+\.)?[A-Z]\w*[a-z]\w*\.[A-Z][A-Z0-9_]*")  # of a library
+# the sign of each sum in `ast`, and what it does in `operator`
+_SIGNS = "Add:add Sub:sub Mult:mul Div:truediv FloorDiv:floordiv Mod:mod Pow:pow"
+_SIGNS += " Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge Is:eq IsNot:ne"
 _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.eq,
-    ast.IsNot: operator.ne,
+    getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

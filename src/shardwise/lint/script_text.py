@@ -39,11 +39,9 @@ def read_python(text: str, file: str) -> Document:
         if isinstance(node, ast.ImportFrom):
             bare = [alias.name for alias in node.names if _has_no_base(alias.name, node, file)]
             said.uses -= {f"{node.module}.{name}" for name in bare}  # as `name_as_imported` calls them
-    found = Document(
-        name=file, text=text, syntax="python", values=said.values, marks=said.marks, kind="training"
-    )
-    inner = (replace(one, name=file, text=text) for one in said.configurations)
-    return replace(found, uses=frozenset(said.uses), inner=tuple(inner))
+    inner = tuple(replace(one, name=file, text=text) for one in said.configurations)
+    found = Document(name=file, text=text, syntax="python", values=said.values, marks=said.marks)
+    return replace(found, kind="training", uses=frozenset(said.uses), inner=inner)
 
 
 def _has_no_base(name: str, imported: ast.ImportFrom, file: str) -> bool:

@@ -19,8 +19,10 @@ __all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 MOST_READ = 20_000  # entries of dicts of a script
 MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
 DEEPEST = 60  # expressions within one another
+MOST_BOUND = 50  # values of one name; of more, none is known
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
+_NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display")  # that nothing defines
 _REPLACE = ("dataclasses.replace", "replace")
 _READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
@@ -62,14 +64,7 @@ class Values:
 
     def undefined(self) -> dict[str, int]:
         """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
-        bound = {
-            *dir(builtins),
-            "__file__",
-            "__builtins__",
-            "get_ipython",
-            "display",
-            *(name for _, name in self._bound),
-        }
+        bound = {*dir(builtins), *_NOTEBOOK, *(name for _, name in self._bound)}
         names_ = (one for uses in self._uses.values() for one in uses if isinstance(one, ast.Name))
         used = {one.id: one.lineno for one in reversed([*names_])}
         unseen = "*" in bound or {"exec", "eval", "globals"} & used.keys()
@@ -186,17 +181,16 @@ class Values:
         above, scope = self._above.get(node), next(self.flow.scopes(node), None)
         plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
         value = getattr(above, "value", None) if plain else None
+        value = value or part_of(node, above, self._above.get(above) if above else None)
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
                 self._uses[name].append(node)
             case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
                 pass  # `settings |= {...}` is a change
             case ast.Name(id=name):
-                self._bound[scope, name].append(
-                    value or part_of(node, above, self._above.get(above) if above else None)
-                )
+                self._bound[scope, name].append(value)
             case ast.Attribute():
-                self._store(node, value or part_of(node, above, self._above.get(above) if above else None))
+                self._store(node, value)
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
                 certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
                 self._stores[name].append((holder, given if certain else None))
@@ -227,7 +221,8 @@ class Values:
                     (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
                 )
                 several = self._defaults and len(found) > 1
-                return [one for one in found if not several or one is None or self.flow.runs(one)]
+                known = found if len(found) <= MOST_BOUND else []
+                return [one for one in known if not several or one is None or self.flow.runs(one)]
             case ast.Attribute(value=holder, attr=name):
                 return self._attribute(holder, name)
             case ast.arg():

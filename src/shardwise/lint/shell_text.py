@@ -67,18 +67,18 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
     before, _, after = rows[0].partition(word)
     rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
-    words = deque(
-        (word, line) for line, row in lines for word in _split(row if final else known.expanded(row))
-    )
+    words = deque((word, at) for at, row in lines for word in _split(row if final else known.expanded(row)))
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
     own = set[str]()  # keys that the script's flags gave: of two, its argparse takes the last
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
         if key not in values or key in own:
             values[key], marks[key,] = value, Mark(line=line)
             own |= {key} & flags
-    below = _COMMAND.search("\n".join(rows[count:])) if plain else None
+    rest, same = "\n".join(rows[count:]), re.escape(str(values.get("script")))
+    again = rf"^[^#\n]*(python3?[ \t](?:[^#\n]*[ \t/])?{same})(?!\S)"
+    below = plain and (_COMMAND.search(rest) or re.search(again, rest, re.MULTILINE))
     if below:
-        line = first + count + "\n".join(rows[count:]).count("\n", 0, below.start())
+        line = first + count + rest.count("\n", 0, below.start())
         values[MORE], marks[MORE,] = below[1], Mark(line=line)
     document = Document(name=name, text=text, syntax="shell", values=values, marks=marks, kind="training")
     return replace(document, flags=frozenset(flags), environment=known.environment)

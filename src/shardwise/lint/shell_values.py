@@ -5,13 +5,14 @@ loop, a function, `read` or `source` may assign is unknown: it stays `$NAME`.
 """
 
 import ast
-import operator
 import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
+from typing import Any
 
+from shardwise.lint.script_sums import UNKNOWN, computed
 from shardwise.lint.shell_commands import Command, brackets_end, commands, words
 
 Value = str | list[str] | None  # of a variable; a list of an array; None where it is not certain
@@ -28,7 +29,6 @@ _UNREAD = re.compile(
 )
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
-_SUMS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
 _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
@@ -211,20 +211,10 @@ class Variables:
 
 def _number(node: ast.AST) -> int:
     """A sum as a shell computes it, which divides towards zero; ValueError if it is too large."""
-    match node:
-        case ast.Constant(value=int(made)):
-            pass
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            made = -_number(inner)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _number(left), _number(right)
-            made = _SUMS[type(op)](a, b)
-            made = -(-a // b) if made < 0 and isinstance(op, ast.Div) else made
-        case _:
-            raise ValueError(ast.dump(node))
-    if abs(made) >= _LARGEST:
+    made: Any = node.value if isinstance(node, ast.Constant) else computed(node, _number)
+    if made == UNKNOWN or abs(made) >= _LARGEST:
         raise ValueError(made)
-    return made
+    return int(made)
 
 
 def _touched(text: str) -> set[str]:

@@ -132,10 +132,10 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "Axolotl's own template": (
         {"a.yaml": f"{AXOLOTL}datasets:\n- path: c/d\n  type:\n    format: '[INST] {{instruction}} [/INST]'\n"},
         {"data.train": "c/d"},
-        "to do: a.yaml: datasets.0.type.format (line 6): prepare the rows in a shape of data.format",
+        "to do: a.yaml: datasets.0.type.format (line 6) `[INST] {instruction} [/INST]`: prepare the rows in a shape of data.format",
     ),
     "a share of the steps": (
-        {"a.yaml": f"{AXOLOTL}save_steps: 0.2\n"}, {"train.save_every": None}, "to do: train.save_every: a share of the steps, whose number no file says; write train.save_every"
+        {"a.yaml": f"{AXOLOTL}save_steps: 0.2\n"}, {"train.save_every": None}, "to do: train.save_every: a share of all steps (1 x the data's rows / 2); write train.save_every"
     ),
     "a share of the rows": (
         {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ntest_size: 0.05\n"},

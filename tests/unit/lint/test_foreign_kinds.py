@@ -506,7 +506,7 @@ for name, rows, expected, sentences in (
         "columns that a job does not read",
         '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "response": "antwort"}}}',
         {"data.format": None},
-        ("columns.prompt (line 1)", "a job reads the fields of data.format"),
+        ("columns.prompt (line 1) `frage`", "prepare rows with the fields of data.format"),
     ),
     (
         "pairs",

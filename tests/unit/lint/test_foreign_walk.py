@@ -132,7 +132,7 @@ CASES |= {
         {"run.sh": "torchrun --nproc_per_node 2 train.py c.yaml\n", "train.py": HF, "c.yaml": YAML},
         OWN,
         (
-            "to do: c.yaml:7: warmup_ratio 0.1: a share of the steps",
+            "to do: c.yaml:7: warmup_ratio 0.1: write optimizer.warmup_steps, this share of all steps",
             "left out: c.yaml: note (line 8): flags of train.py, for no key",
         ),
         NOT_OWN,
@@ -204,7 +204,7 @@ CASES |= {
             "c.yaml": "model_name_or_path: a/b\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-6}\n"
         },
         {"optimizer.schedule": "cosine"},
-        ("lr_scheduler_kwargs.min_lr (line 3): write optimizer.final_fraction",),
+        ("to do: c.yaml: lr_scheduler_kwargs.min_lr (line 3) `1e-06`: write optimizer.final_fraction",),
         (),
     ),
 }
@@ -219,7 +219,7 @@ CASES |= {
             "train.py": f"{TRAINER}{DICT}T |= {{'num_train_epochs': 2, 'lr_scheduler_type': 'constant'}}\n{USED}"
         },
         {"train.epochs": 2, "optimizer.schedule": "constant", "train.save_every": 100},
-        ("optim (line 3): AdamW is the only",),
+        ("optim (line 3) `adafactor`: trained with AdamW",),
         (),
     ),
     "dict: |= a name": (
@@ -346,7 +346,7 @@ CASES |= {
     "text of a function": (
         {"train.py": TRAINER + ENCODE},
         {"data.loss_on": "answers"},
-        ("text by encode (line 4): prepare the rows",),
+        ("text by encode (line 4) `f\"### Instruction: {row['instruction']}\"`: prepare the rows",),
         ("shardwise's own: data.sequence_length 1024, data.loss_on",),
     ),
     "text of a lambda": (
@@ -377,7 +377,7 @@ CASES |= {
     "datasets of two shapes": (
         {"f.yaml": FACTORY, "data/dataset_info.json": INFO},
         {"data.format": None},
-        ("formatting (line 1): a job reads the fields of data.format",),
+        ("to do: data/dataset_info.json: formatting (line 1)", "prepare rows with the fields of data.format"),
         ("dataset_info.formatting", "columns"),
     ),
     "Lightning's checkpoints and nodes": (

@@ -13,18 +13,6 @@ from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.read import found
 
 _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
-# how LLaMA-Factory names the fields of shapes that a job knows: (formatting, columns, tags)
-_SHAPES: dict[str, tuple[str, dict[str, str], dict[str, str]]] = {
-    "alpaca": ("alpaca", {"prompt": "instruction", "query": "input", "response": "output"}, {}),
-    "prompt-completion": ("alpaca", {"prompt": "prompt", "response": "completion"}, {}),
-    "sharegpt": ("sharegpt", {"messages": "conversations"}, {"role_tag": "from", "content_tag": "value"}),
-    "messages": (
-        "sharegpt",
-        {"messages": "messages"},
-        {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
-    ),
-    "text": ("alpaca", {"prompt": "text"}, {}),
-}
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
 
 
@@ -35,6 +23,10 @@ def with_datasets(document: Document, said: list[str]) -> list[Document]:
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
+    if "base_model" in values:
+        values.pop("use_gradient_checkpointing", None)  # which Axolotl does not read
+    if values.get("stage") == "pt":
+        values.pop("template", None)  # it is for conversations
     if not values.keys() & _FACTORY:
         return [replace(document, values=values)]
     held = list[Document]()
@@ -54,9 +46,7 @@ def with_datasets(document: Document, said: list[str]) -> list[Document]:
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Axolotl's datasets as one: a list of each key, or its value where all have the same."""
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
-    return {
-        key: column[0] if column.count(column[0]) == len(rows) else column for key, column in columns.items()
-    }
+    return {key: held[0] if held.count(held[0]) == len(rows) else held for key, held in columns.items()}
 
 
 class _Info:
@@ -92,9 +82,8 @@ class _Info:
         if shape or shapes:  # else the row's own words are said
             made = {key: value for key, value in made.items() if key not in ("columns", "tags", "formatting")}
             made["shape" if shape else "formatting"] = shape or "a different one for each dataset"
-        yield Document(
-            name=self.file, text="", syntax="json", kind="training", values={"dataset_info": made}, marks={}
-        )
+        values = {"dataset_info": made}
+        yield Document(name=self.file, text="", syntax="json", kind="training", values=values, marks={})
 
 
 def _shape(row: Mapping[str, Any]) -> str:
@@ -103,11 +92,11 @@ def _shape(row: Mapping[str, Any]) -> str:
     columns = {key: value for key, value in dict(row.get("columns") or {}).items() if value}
     if not columns and not tags:
         return str(formatting) if "formatting" in row else "auto"
-    for shape, (kind, fields, words) in _SHAPES.items():
+    for shape, (kind, fields, words) in TABLE["shapes"].items():
         same = all(fields.get(key, key) == value for key, value in columns.items())
         all_there = all(columns.get(key) == value for key, value in fields.items() if key != "query")
         tagged = all((_PRESET_TAGS | words).get(key, value) == value for key, value in tags.items())
         used = all(tags.get(key, _PRESET_TAGS[key]) == value for key, value in words.items())
         if kind == formatting and same and all_there and tagged and used:
-            return shape
+            return str(shape)
     return ""

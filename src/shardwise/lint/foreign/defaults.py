@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.table import TABLE
@@ -14,6 +15,7 @@ _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_prec
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _FACTORY = {*names("of_llama_factory")}
+_BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
 def defaults(given: set[str], documents: Sequence[Document], model: str, said: list[str]) -> list[str]:
@@ -25,17 +27,19 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         tools = dict.fromkeys(["swift"] * version_4)
     if any(one.get(name) == "full" for one in documents for name in _KINDS):
         given = given | {"full"}
-    alone = any(str(one.get("launcher")).startswith("python") for one in documents)
     if "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts):
         tools["plain"] = None
-    if "loop" in tools and alone and not any(_SEVERAL.search(one.text) for one in scripts):
-        tools["python"] = None
+    if any(one.get("do_eval") is True for one in documents):
+        tools["do_eval"] = None
+    if "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts):
+        tools["alone"] = None
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()
         for row in TABLE["defaults"]:
             if tool in row["of"] and not given & {*row["unless"]} and given.issuperset(row.get("where", ())):
                 own += [change for change in row["job"] if change.partition("=")[0] not in made]
+                said += [row["say"]] if "say" in row else []
         if tool == "peft" and _TARGETS not in given and model:
             by_name = TABLE["peft_targets"].items()
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
@@ -54,6 +58,8 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
         return own if document.has("gradient_clipping") else [*own, "clipless"]
     if document.syntax != "python":
         known = {*TABLE["marks"]} & document.values.keys()
+        if alone and Path(str(document.get("script"))).name == "sft.py":
+            return ["sft_script", "sft_config", "trl"]
         if not known or not alone:
             return []
         if "base_model" in known:
@@ -64,6 +70,8 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
     calls = {name.rpartition(".")[2] for name in document.uses}
     adapters = ["peft"] if document.has("LoraConfig") else []
     unsloth = ["unsloth"] if document.has("FastModel()") else []
+    four = not unsloth and document.get("load_in_4bit") is True
+    adapters += [one for one in _BITS if four and not document.has(one)]
     unsloth += ["unsloth_config"] if unsloth and "SFTConfig" in calls else []  # in place of TRL's
     if of_script(document) == "trainer":
         if calls & {"SFTTrainer", "SFTConfig"}:  # takes the Trainer's arguments too, with their defaults

@@ -22,21 +22,12 @@ from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
-_FILLS = re.compile("HfArgumentParser|TrlParser|H4ArgumentParser")  # take arguments from a file
-_TRAINS = re.compile(
-    r"Trainer|TrainingArguments|SFTConfig|backward\(|\b(train\w*|fit|step)\(|[Oo]ptim|fully_shard|Parallel|initialize"
-)
-_GENERATES = re.compile(r"\.generate\(|\bpipeline\(|\bLLM\(")
-_CAUSAL = re.compile(r"CausalLM|LMHead|LanguageModel|ForConditionalGeneration")
-_TASK = re.compile(
-    r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice|MaskedLM)\b|"
-    r"\b(classification_report|accuracy_score|f1_score)\("
-)
-_MODEL_LOSS = re.compile(r"super\(\)\.compute_loss|\.loss\b|\[['\"]loss['\"]\]|outputs?\[0\]")
-_MORE_LOSS = re.compile("cross_entropy|CrossEntropy|kl_div|mse_loss")
+_WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
+_FILLS = _WORDS["fills"]
+_ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
-_DATA = {"data.train"}
+_DATA = ({"data.train"}, {"data.eval"})
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
@@ -64,9 +55,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         if one.syntax == "python" and one.kind != "deepspeed":
             settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
             if _FILLS.search(one.text) and not (commands or settings):
-                said.append(
-                    f"to do: {one.name}: its command, or a file, gives it arguments; add that to --from"
-                )
+                said.append(f"to do: {one.name}: {_ARGUED}")
             inputs = _inputs(one, settings, commands, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]
@@ -86,10 +75,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     for one in used:
         said += _of_names(one, given, asked, alone=not (named or inner))
     if given:
-        said += [
-            f"conflict: {given} is used, not the DeepSpeed settings in {one.name}:{one.first}"
-            for one in inner
-        ]
+        lost = f"conflict: {given} is used, not the DeepSpeed settings in"
+        said += [f"{lost} {one.name}:{one.first}" for one in inner]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
 
@@ -101,20 +88,15 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
         mine = f"class {name.rpartition('.')[2]}(" in texts
         if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
             yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    if (line := _own_loss(script)) is not None:
-        yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
-
-
-def _own_loss(script: Document) -> int | None:
-    """The line of a loss that is not the model's."""
-    if found := re.search(r"compute_loss_func=", script.text):
-        return line_at(script.text, found.start())
+    given = re.search(r"compute_loss_func=", script.text)
+    lines = [line_at(script.text, given.start())] if given else []
     for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
         if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
             text = ast.unparse(node)
-            if _MORE_LOSS.search(text) or not _MODEL_LOSS.search(text):
-                return node.lineno
-    return None
+            own = _WORDS["more_loss"].search(text) or not _WORDS["model_loss"].search(text)
+            lines += [node.lineno] if own else []
+    for line in lines[:1]:
+        yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -129,17 +111,15 @@ def _refuse(document: Document, texts: str) -> None:
         if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
     ]
     own = TABLE["other_keys"] if document.syntax in ("yaml", "json") else {}
-    other += [
-        (f"{key} ({method})", document.line((key,))) for key, method in own.items() if document.has(key)
-    ]
+    other += [(f"{key} ({of})", document.line((key,))) for key, of in own.items() if document.has(key)]
     calls = {name.rpartition(".")[2] for name in document.uses}
     if not calls & {*names("trainers")}:
         other += [(name, document.first) for name in sorted(calls) if TABLE["reasons"].get(name) == _OTHER]
-    task = _TASK.search(document.text) if document.syntax == "python" else None
-    if task and not _CAUSAL.search(texts):
+    task = _WORDS["task"].search(document.text) if document.syntax == "python" else None
+    if task and not _WORDS["causal"].search(texts):
         other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
-    if _GENERATES.search(script) and not _TRAINS.search(script):
+    if _WORDS["generates"].search(script) and not _WORDS["trains"].search(script):
         what, fix = "nothing in it trains a model", "name the script that does"
         raise JobError(what, where=document.name, fix=fix)
     for name, line in other:
@@ -202,6 +182,7 @@ def _inputs(
         environment,
         Path(script.name).parent,
         commanded=known,
+        alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
         elsewhere={name: one for text in others for name, one in defaults_of(text).items()},
@@ -231,9 +212,8 @@ def _with_gpus(command: Document) -> Document:
 
 def _without_flags(command: Document, script: Document, inputs: Inputs, said: list[str]) -> Document:
     """The command without the flags that the script's settings have taken, or that only the script knows."""
-    open_ = {
-        target for place in script.marks if is_open(script, place) for target in targets_of(script, place)
-    }
+    unread = [place for place in script.marks if is_open(script, place)]
+    open_ = {target for place in unread for target in targets_of(script, place)}
     own = list[str]()
     stated = {target for place in script.marks for target in targets_of(script, place)}
     unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
@@ -241,7 +221,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     # adapter's rank is one wherever the script hands it on
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
-    kept |= {one for one in unused if targets(one, below=False) == _DATA and is_local(str(command.get(one)))}
+    kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
     gone = inputs.taken - kept
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
@@ -252,9 +232,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         if not decided & open_ and flag not in TABLE["keys"] and flag not in TABLE["strategy"]["keys"]:
             own.append(f"{flag} (line {command.line((flag,))})")
     if own:
-        said.append(
-            f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key of a job"
-        )
+        said.append(f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key")
     gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
@@ -320,6 +298,13 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
     _take_length(script, read_)
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
+    known = {one.name for one in inputs.loaded}
+    for name in sorted(one for one in inputs.outside if Path(one).name not in known):
+        said.append(f"to do: {script.name}: {name} is outside of this folder; add it to --from")
+    if read_.trainings:
+        first, *more = read_.trainings
+        lines = ", ".join(map(str, more))
+        said.append(f"to do: {script.name}:{lines}: another training, which is not read; line {first}'s is")
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

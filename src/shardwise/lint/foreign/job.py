@@ -17,7 +17,7 @@ from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.strategies import folded
 from shardwise.lint.foreign.suspects import suspects
-from shardwise.lint.foreign.table import TABLE, leaves, run_name
+from shardwise.lint.foreign.table import STEPS, TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
@@ -25,7 +25,7 @@ _EVERY = {
     "train.save_every": ("save_strategy",),
     "train.eval_every": ("eval_strategy", "evaluation_strategy"),
 }
-_SHARE = "a share of the steps, whose number no file says"
+_SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
@@ -77,10 +77,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
-    if (
-        any(one.get("launcher") == "swift" for one in documents)
-        and not {"accumulation", "total"} & batch.keys()
-    ):
+    swift = any(one.get("launcher") == "swift" for one in documents)
+    if swift and not {"accumulation", "total"} & batch.keys():
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
@@ -89,7 +87,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
     _complete(job, said, open_.keys())
-    said.sort(key=_weight)
+    said[:] = sorted((one.replace(STEPS, _steps(job)) for one in said), key=_weight)
     return _text(job, files, folder, said), said
 
 
@@ -150,9 +148,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     if made is not None:
         if made.model.quantization != "none" and "lora" not in job.values["model"]:
             rank, kind = made.model.lora and made.model.lora.rank, made.model.quantization
-            said.append(
-                f"assumed: LoRA of rank {rank}, since {kind} weights are frozen and no file has adapters"
-            )
+            said.append(f"assumed: LoRA of rank {rank}: {kind} weights are frozen, and no file has adapters")
         found = contradictions.find(made, frozenset(map(source.dotted, job.origins)))
         problems += [(tuple(one.where.split(", ")[0].split(".")), one.what) for one in found]
     for key, what in problems:
@@ -169,6 +165,13 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         unset.append("one epoch")
     if unset:
         said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+
+
+def _steps(job: source.Document) -> str:
+    """How many steps the training has, as far as the job shows it."""
+    train = {"epochs": 1, "global_batch": "the rows of a step", **job.values.get("train", {})}
+    share = f"{train['epochs']:g} x the data's rows / {train['global_batch']}"
+    return f"{STEPS} ({train.get('steps', share)})"
 
 
 def _fill_in(job: source.Document, said: list[str], open_: Collection[str]) -> None:

@@ -16,7 +16,7 @@ from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
 _RUN = "the text does not show its value, and a job file has no such key"
-_MANY = 8  # keys of a section that are named
+_MANY = 8  # keys that are named
 _OVERLAP = "zero_optimization.overlap_comm"
 
 
@@ -35,7 +35,7 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     left_out = defaultdict[str, list[str]](list)
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     for key, value in _pairs(document):
-        place = tuple(key.split("."))
+        place = (key,) if document.has(key) else tuple(key.split("."))
         if key.endswith(".nvme_path") and '"nvme"' not in strategy:
             continue  # it belongs to another strategy
         if key == _OVERLAP and '"overlap_comm": false' in strategy:
@@ -52,8 +52,9 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             if meant == WRITE_STEPS:
                 said.append(f"to do: {at} {value}: {meant}")
             else:
-                shown = key.removeprefix("dataset_info.")
-                left_out[meant].append(f"{shown} (line {document.line(place)})")
+                asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
+                shown = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
+                left_out[meant].append(shown + f" `{value}`" * asks)
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue
@@ -62,28 +63,29 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
     for place in _unread(document):
         why = TABLE["reasons"].get(".".join(place), "")
-        why = why if why.startswith("prepare") else _RUN
+        why = why if _kind(why) == "to do" else _RUN
         left_out[why].append(f"{'.'.join(place)} (line {document.line(place)})")
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
-    said += [_lost(document, keys, why) for why, keys in left_out.items()]
+    said += [f"{_kind(why)}: {document.name}: {_few(keys)}: {why}" for why, keys in left_out.items()]
 
 
-def _lost(document: Document, keys: Sequence[str], why: str) -> str:
-    """What is said of keys that a job cannot have: some of them leave work to the user."""
-    kind = "to do" if why.startswith("prepare") else "left out"
-    return f"{kind}: {document.name}: {', '.join(_few(keys))}: {why}"
+def _kind(why: str) -> str:
+    """The kind of sentence by its reason: some ask something of the user, some change what is learned."""
+    return str(TABLE["kinds"].get(why.partition(" ")[0], "left out"))
 
 
-def _few(keys: Sequence[str]) -> Iterator[str]:
-    """Keys with their lines; one for many of a section."""
-    sections = defaultdict[str, list[str]](list)
+def _few(keys: Sequence[str]) -> str:
+    """Keys with their lines; one for many of a section, and not all of many."""
+    sections, shown = defaultdict[str, list[str]](list), list[str]()
     for key in keys:
         sections[key.partition(".")[0]].append(key)
     for section, held in sections.items():
-        line = held[0].rpartition("(")[2]
-        yield from held if len(held) <= _MANY else [f"{section}.* ({len(held)} keys, from {line}"]
+        one = f"{section}.* ({len(held)} keys, from {held[0].partition(' (')[2].partition(')')[0]})"
+        shown += held if len(held) <= _MANY else [one]
+    more = f" and {len(shown) - _MANY} more" if len(shown) > _MANY + 1 else ""
+    return ", ".join(shown[:_MANY] if more else shown) + more
 
 
 def _unread(document: Document) -> list[Key]:

@@ -18,9 +18,8 @@ def folded(stated: Sequence[Statement], setup: Setup, said: list[str]) -> list[S
         own = [one for one in parts if not one.key.startswith(_OF_FILES)]
         said += [f"left out: {one.place}: nothing says which strategy it belongs to" for one in own]
         return [one for one in stated if one not in own]
-    counts = (
-        one.number(name) for one in setup.documents for name in ("nproc_per_node", "devices", "num_gpus")
-    )
+    names = ("nproc_per_node", "devices", "num_gpus")
+    counts = (one.number(name) for one in setup.documents for name in names)
     gpus = next((int(count) for count in counts if count), None)
     return [*(one for one in stated if one not in parts), _strategy(parts, said, gpus)]
 

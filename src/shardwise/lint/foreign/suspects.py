@@ -25,7 +25,9 @@ _INSTEAD = {
 }
 
 _HELD_OUT = "data.eval_fraction"
+_OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
+_LOSS = "it changes the loss, and a job has only that of the next token"
 
 Setting = tuple[str, int, Any]  # name, line, value; None where the text does not show it
 
@@ -34,12 +36,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
     """By key of the job, the place of what may decide it; `known`: keys that something decides."""
     found = dict[str, str]()
     flags = {flag for one in documents for flag in one.flags}  # which count more than a script's default
-    settings = [
-        (one, *setting)
-        for one in documents
-        for setting in _settings(one)
-        if one.syntax != "python" or setting[0] not in flags
-    ]
+    settings = [(one, *each) for one in documents for each in _settings(one)]
+    settings = [one for one in settings if one[0].syntax != "python" or one[1] not in flags]
     for key, pattern in _CONCEPTS.items():
         if any(one.startswith((key, *_INSTEAD.get(key, ()))) for one in known):
             continue
@@ -59,13 +57,14 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         found[key] = f"{document.name}:{line}"
         names = ", ".join(dict.fromkeys(words[:3]))
         write = "train.steps" if key == "train.epochs" and _STEPS.search(given[0][1]) else write
-        said.append(f"to do: {found[key]}: {names}: not understood; write {write}")
+        what = _LOSS if key == _OWN_LOSS else f"not understood; write {write}"
+        said.append(f"to do: {found[key]}: {names}: {what}")
     return found
 
 
 def _is_of(key: str, name: str, value: Any) -> bool:
     """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
-    if isinstance(value, str) if key == _HELD_OUT else _OTHER.search(name):
+    if isinstance(value, str) if key == _HELD_OUT else key != _OWN_LOSS and _OTHER.search(name):
         return False  # the name of a split; what names another thing
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
     return bool(_CONCEPTS[key].search(name) or in_value)

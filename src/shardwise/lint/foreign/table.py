@@ -17,7 +17,8 @@ TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
-WRITE_STEPS = "a share of the steps, whose number no file says; write optimizer.warmup_steps; unset means 3 %"
+STEPS = "all steps"  # job.py says how many they are
+WRITE_STEPS = f"write optimizer.warmup_steps, this share of {STEPS}; unset means 3 %"
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
@@ -47,7 +48,7 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     if key == "warmup_ratio" and number:
         return WRITE_STEPS
-    return _reason(key, text)
+    return _reason(key, text.strip('"'))
 
 
 def _number(value: Any) -> float | int | None:
@@ -67,21 +68,24 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
-        return f"{text} rows: a job holds out a share of them; write data.eval_fraction"
+        return "write data.eval_fraction, the share of all rows that these are"
     if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
         return WRITE_STEPS
+    if rule == "batch.gpus" and re.fullmatch(r"\d+(,\d+)+", str(value)):
+        return [f"{rule}={len(str(value).split(','))}"]  # Lightning's `0,1,2,3`
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
     if rule == "name":
         return [f"name={json.dumps(run_name(Path(str(value))))}"]
-    if isinstance(value, str) and key in TABLE["lists"] and ("," in value or key != "dataset"):
-        text = json.dumps([part.strip() for part in value.split(",") if part.strip()])
+    is_list = key in TABLE["lists"] and ("," in str(value) or key != "dataset")
+    if isinstance(value, str) and (is_list or re.fullmatch(r"\[[\w., ]+\]", value)):
+        text = json.dumps([part.strip() for part in value.strip("[]").split(",") if part.strip()])
     return [f"{rule}={text}"]
 
 
 def _reason(key: str, text: str) -> str:
     """Why a key is left out."""
-    beginnings = [one for one in TABLE["reasons"] if key.startswith(one)]
+    beginnings = [one for one in TABLE["reasons"] if f"{key}={text}".startswith(one)]
     if beginnings:
         return str(TABLE["reasons"][max(beginnings, key=len)])
     if key.isupper():
