@@ -27,7 +27,7 @@ from shardwise.job.strategies import NAMED
 from shardwise.lint.foreign import translation
 
 HERE = Path(__file__).parent
-PARTS = {"seen": False, "unseen": True}  # whether the code was written with the set in view
+PARTS = ("seen", "unseen", "walk")  # whether the code was written with the set in view; a later walk's
 KINDS = ("right", "to do", "own", "wrong")
 _ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # of a Llama
 _UNSET = {"model.quantization": "none", "train.checkpointing": "none", "strategy": "single"}
@@ -75,7 +75,7 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The kinds of a case's answers, and those that are not right."""
     os.chdir(folder / case["repository"].replace("/", "__") / case["base"])
     row = {name: case[name] for name in ("repository", "commit", "base", "files")}
-    row |= {"unseen": case.get("unseen", False)}
+    row |= {"part": case.get("part", "seen")}
     try:
         text, said = translation([Path(file) for file in case["files"]])
     except JobError as error:
@@ -104,9 +104,7 @@ def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(folder: Path, out: Path, cases: Path) -> None:
     rows = [compared(case, folder) for case in json.loads(cases.read_text(encoding="utf-8"))]
-    summary = {
-        name: counted([row for row in rows if row["unseen"] is unseen]) for name, unseen in PARTS.items()
-    }
+    summary = {name: counted([row for row in rows if row["part"] == name]) for name in PARTS}
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     out.write_text(f'{{"summary": {json.dumps(summary)},\n"sets": [\n{lines}\n]}}\n', encoding="utf-8")
     print(json.dumps(summary))
