@@ -87,7 +87,24 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     order = {document.name: index for index, document in enumerate(setup.documents)}
     findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
-    return Checked(setup=setup, findings=tuple(_once(findings)))
+    return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
+
+
+def by_cause(findings: Sequence[Finding], *, fixed: bool = False) -> list[Finding]:
+    """One finding for all keys of a file with the same cause and fix; `fixed`: each with its own change."""
+    groups, places = dict[object, list[Finding]](), Counter[object]()
+    for one in findings:
+        alike = (one.file, one.rule, one.severity, one.cause, fixed or one.fix, bool(one.named))
+        places[alike, one.named] += 1  # a key once more, at another place, is a finding of its own
+        groups.setdefault((alike, places[alike, one.named]), []).append(one)
+    return [_joined(group, fixed=fixed) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _joined(group: Sequence[Finding], *, fixed: bool) -> Finding:
+    what = f"{', '.join(one.named for one in group)}: {group[0].cause}"
+    fix = "; ".join(one.fix for one in group) if fixed else group[0].fix
+    changes = tuple(change for one in group for change in one.changes)
+    return replace(group[0], keys=tuple(one.key for one in group), what=what, fix=fix, changes=changes)
 
 
 def _once(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -193,7 +210,7 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
         if done:
             write(corrected, document)
             setup = _with(setup, corrected)
-            fixed += done
+            fixed += by_cause(done, fixed=True)
     return setup, tuple(fixed)
 
 

@@ -90,6 +90,11 @@ class Setup:
         return tuple(document for document in self.documents if document.kind == kind)
 
     @property
+    def scripts(self) -> str:
+        """The text of all scripts."""
+        return "\n".join(one.text for one in self.of("training") if one.syntax == "python")
+
+    @property
     def reader(self) -> Reader | None:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:

@@ -77,7 +77,7 @@ def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
         if changes and isinstance(changes[0], Rename) and changes[0].name == ZERO:
             effect = "training runs at stage 0, nothing is sharded"
         where = f" in `{'.'.join(key[:-1])}`" if len(key) > 1 else ""
-        what = f"DeepSpeed has no key `{key[-1]}`{where} and silently ignores it: {effect}"
+        what = f"DeepSpeed has no such key{where} and silently ignores it: {effect}"
         yield Hit(key, what, fix, changes if meant else (), "error" if meant else "warning")
 
 
@@ -85,7 +85,7 @@ def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
 def refused_key(document: Document, _: Setup) -> Iterator[Hit]:
     """Most sections are pydantic models that forbid unknown keys: DeepSpeed stops."""
     for key, section in _unknown(document, refuses=True):
-        what = f"`{'.'.join(key[:-1])}` has no key `{key[-1]}`: DeepSpeed stops with a validation error"
+        what = f"`{'.'.join(key[:-1])}` has no such key: DeepSpeed stops with a validation error"
         yield Hit(key, what, *_meant(key, section, document))
 
 

@@ -5,19 +5,11 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import DEEPSPEED, Hit, Severity
+from shardwise.lint.finding import DEEPSPEED, Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
-from shardwise.lint.rules.training import (
-    calls,
-    is_optimizer,
-    training_rule,
-    tree_of,
-    values_of,
-    within,
-    zero_stage,
-)
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import names
+from shardwise.lint.schema import closest, names
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -130,13 +122,30 @@ def stepped(call: ast.Call) -> str:
     return "" if last != "step" else ast.unparse(call.args[0]) if scaled else owner
 
 
-@training_rule("warning", "the language: NameError")
+@training_rule("error", "the language: NameError")
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
-    """A name is used that the script neither defines nor imports."""
-    if document.has(UNDEFINED):
-        said = ", ".join(f"`{name}`" for name in document.get(UNDEFINED))
+    """A name is used that the script neither defines nor imports; an error where it is a misspelt one."""
+    missing = dict.fromkeys(document.get(UNDEFINED) or [])
+    nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []
+    bound = {one.id for one in nodes if isinstance(one.ctx, ast.Store)}
+    for node in (one for one in nodes if one.id in missing and _certain(document, one)):
+        if near := closest(node.id, bound, least=0.85):
+            del missing[node.id]
+            what = f"no line defines `{node.id}`: NameError"
+            yield Hit((UNDEFINED,), what, f"did you mean `{near}`?", line=node.lineno)
+    if missing:
+        said = ", ".join(f"`{name}`" for name in missing)
+        what = f"no line defines {said}: NameError where it is used"
         fix = "define it" + "; in several processes with a DistributedSampler" * ("loader" in said)
-        yield Hit((UNDEFINED,), f"no line defines {said}: NameError where it is used", fix)
+        yield Hit((UNDEFINED,), what, fix, severity="warning")
+
+
+def _certain(document: Document, node: ast.AST) -> bool:
+    """Whether a statement runs, and no condition or handler of an error is around it."""
+    flow = values_of(document).flow
+    scopes = [one for one in flow.scopes(node) if not isinstance(one, ast.Module)]
+    called = (document.text.count(f"{getattr(one, 'name', '=')}(") > 1 for one in scopes)
+    return flow.certain(node) and all(called) and "except" not in document.text
 
 
 @training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.rules.training import calls, training_rule, tree_of, values_of
+from shardwise.lint.finding import Hit, Severity, rule, training_rule
+from shardwise.lint.rules.training import calls, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup

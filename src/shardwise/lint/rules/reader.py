@@ -6,6 +6,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
 from shardwise.lint.finding import Hit, Severity, rule
+from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
 from shardwise.lint.schema import names
 from shardwise.lint.setup import READER_NAMES, Setup
@@ -103,9 +104,7 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
 @rule("error", "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; run with 0.19.8")
 def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed refuses a key or section given twice; the others use the last, and ignore the first."""
-    for key, before in document.duplicates:
-        happens = "DeepSpeed stops with a ValueError: Duplicate keys"
-        if setup.hugging_face and setup.reader:
-            happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores line {before}"
-        what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
-        yield Hit(key, what, "keep one of the two")
+    happens = "DeepSpeed stops with a ValueError: Duplicate keys"
+    if setup.hugging_face and setup.reader:
+        happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores the first"
+    yield from given_twice(document, happens)

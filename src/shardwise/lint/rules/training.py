@@ -4,27 +4,26 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Rename
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names, table
+from shardwise.lint.script_inputs import Inputs
 from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
 _TRAINER_KEYS, _PLUGIN_KEYS = (
-    [
-        (tuple(key.split(".")), name, next(iter(default), None))
-        for key, name, *default in table("compared")[of]
-    ]
-    for of in ("trainer", "plugin")
+    [(tuple(key.split(".")), name, next(iter(default), None)) for key, name, *default in rows]
+    for rows in map(table("compared").get, ("trainer", "plugin"))
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 _DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
@@ -40,8 +39,6 @@ _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _PLEASE = "`Please correct the following DeepSpeed config values`"
-
-training_rule = partial(rule, versions="", kind="training")
 
 
 def zero_stage(setup: Setup) -> int | None:
@@ -69,6 +66,20 @@ def _program(text: str) -> ast.Module:
 
 
 _values = lru_cache(maxsize=8)(Values)
+
+
+def known_values(document: Document, setup: Setup) -> Values:
+    """The same with the flags of a script's commands, and the defaults of flags and parameters."""
+    last, flags = Path(document.name).name, dict[str, Any]()
+    for one in setup.of("training"):
+        if one.syntax == "shell" and Path(str(one.get("script"))).name == last:
+            flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
+    return _valued(tree_of(document), json.dumps(flags, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _valued(program: ast.Module, flags: str) -> Values:
+    return Values(program, Inputs(json.loads(flags)))
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
@@ -135,11 +146,8 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
             ways_out = [f"{old} is {now[old]}" if now[old] else f"remove {old}" for old in found]
             names_ = ", ".join(f"`{old}`" for old in found)
             what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-            changes = tuple(
-                Rename((old,), now[old], given[old])
-                for old in found
-                if now[old].isidentifier() and old in given
-            )
+            renamed = [old for old in found if now[old].isidentifier() and old in given]
+            changes = tuple(Rename((old,), now[old], given[old]) for old in renamed)
             fix = f"{', '.join(ways_out)}; or an earlier version"
             yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
 
@@ -262,10 +270,13 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
 def given_to_trainers(
     document: Document, setup: Setup, *, every: bool = False
 ) -> list[tuple[dict[Any, Any], int | None]]:
-    """What each call, command or file (`every`: whoever reads it) gives the Trainer; the call's line."""
+    """What each call, command or file gives the Trainer; the call's line.
+
+    `every`: whoever reads it, and flags and parameters have their defaults.
+    """
     groups = list[tuple[dict[Any, Any], int | None]]()
-    values, classes = values_of(document), (*_PLAIN, *names("trl_arguments"))
-    for call in calls(document, *classes):
+    values = known_values(document, setup) if every else values_of(document)
+    for call in calls(document, *_PLAIN, *names("trl_arguments")):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}

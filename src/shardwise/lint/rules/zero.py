@@ -15,8 +15,8 @@ ZERO = "zero_optimization"
 
 STAGE_3_ONLY: dict[str, Any] = table("stage_3_only") | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
-WITHOUT_EFFECT: dict[Key, tuple[str, Any, Severity, str]] = by_key("without_effect")
-"""Stages that do not read a setting; the value that requests nothing; how bad it is; what happens."""
+WITHOUT_EFFECT: dict[Key, list[tuple[str, Any, Severity, str]]] = by_key("without_effect")
+"""Stages that have no such setting; the value that requests nothing; how bad it is; what happens."""
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
 LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
@@ -76,8 +76,10 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("note", "deepspeed/runtime/engine.py: what each setting is given to; run with 0.19.8")
 def setting_without_effect(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed accepts the setting, and at this stage never reads it."""
-    for key, (stages, nothing, severity, what) in WITHOUT_EFFECT.items():
+    """DeepSpeed accepts the setting, and at this stage never reads it, or stops at it later."""
+    for key, stages, nothing, severity, what in (
+        (key, *row) for key, rows in WITHOUT_EFFECT.items() for row in rows
+    ):
         if document.get(*key) not in (None, AUTO, nothing) and str(stage_of(document)) in stages:
             yield Hit(key, what, changes=(Drop(key),), severity=severity)
 
