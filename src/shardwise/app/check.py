@@ -77,16 +77,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         setup, findings = self.checked.setup, self.checked.findings
-        count = {s: sum(one.severity == s for one in findings) for s in ("error", "warning", "note")}
         return {
             "schema": 1,
             "deepspeed": setup.deepspeed,
             "reader": setup.reader,
             "world_size": setup.world_size,
             "files": [{"file": document.name, "kind": document.kind} for document in setup.documents],
-            "errors": count["error"],
-            "warnings": count["warning"],
-            "notes": count["note"],
+            **{f"{name}s": sum(one.severity == name for one in findings) for name in SEVERITIES},
             "findings": [one.to_json() for one in findings],
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),

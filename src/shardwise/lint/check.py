@@ -120,12 +120,9 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
         return _job_findings(document, setup)
-    return [
-        finding(rule, document, hit)
-        for rule in RULES
-        if rule.kind == document.kind and holds_for(rule.versions, "deepspeed", setup.deepspeed)
-        for hit in rule.find(document, setup)
-    ]
+    mine = (one for one in RULES if one.kind == document.kind)
+    held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
+    return [finding(one, document, hit) for one in held for hit in one.find(document, setup)]
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:
@@ -146,12 +143,8 @@ def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> 
     job = loaded.job
     named = job.strategy if isinstance(job.strategy, StrategySpec) else None
     world = setup.asked_world_size or (named.tensor_parallel if named else 1)
-    accepted, refused = candidates(
-        job,
-        world_size=world,
-        gpus_per_node=setup.gpus_per_node or world,
-        architecture=architecture_of(job.model.source),
-    )
+    sizes = {"world_size": world, "gpus_per_node": setup.gpus_per_node or world}
+    accepted, refused = candidates(job, **sizes, architecture=architecture_of(job.model.source))
     if accepted:
         return
     rules = {rule.name: rule for rule in EVERY_RULE}
@@ -192,7 +185,8 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
         except (CannotEditError, UnreadableError):
             continue
         again = findings_of(after, _with(setup, after))
-        if _id(candidate) in map(_id, again) or _errors(again) > _errors(open_):
+        worse, before = ([one.severity for one in found].count("error") for found in (again, open_))
+        if _id(candidate) in map(_id, again) or worse > before:
             continue
         fixed.append(replace(candidate, fix=in_words(document, candidate.changes)))
         document = after
@@ -216,10 +210,6 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
 
 def _id(one: Finding) -> tuple[str, str, str]:
     return one.rule, one.key, repr(one.changes)
-
-
-def _errors(findings: Sequence[Finding]) -> int:
-    return sum(one.severity == "error" for one in findings)
 
 
 def _with(setup: Setup, document: Document) -> Setup:

@@ -92,10 +92,8 @@ class Finding:
 
     @property
     def where(self) -> str:
-        place = (
-            f"{self.file}: cell {self.cell}, line {self.line}" if self.cell else f"{self.file}:{self.line}"
-        )
-        return place + (f": {self.key}" if self.key else "")
+        place = f" cell {self.cell}, line {self.line}" if self.cell else f"{self.line}"
+        return f"{self.file}:{place}" + (f": {self.key}" if self.key else "")
 
     def to_json(self) -> dict[str, Any]:
         names = "severity rule file cell line key keys what fix fixable source versions"

@@ -38,7 +38,9 @@ def certainly_missing(name: str, command: Document, setup: Setup) -> bool:
     script, last = Path(str(command.get("script"))), Path(name).name
     above = (Path(), *Path(command.name).absolute().parents)
     starts = [] if script.is_absolute() else [folder for folder in above if is_file(folder / script)]
-    made = re.search(rf"(?m)>\s*\S*{last}|^\s*(cd|cp|mv|ln|wget|curl|git|sed|envsubst)\b", command.text)
+    made = re.search(
+        rf"(?m)>\s*\S*{re.escape(last)}|^\s*(cd|cp|mv|ln|wget|curl|git|sed|envsubst)\b", command.text
+    )
     there = Path(name).is_absolute() or any(is_file(folder / name) for folder in starts)
     return bool(starts) and not (made or there or last in setup.scripts)
 
@@ -55,10 +57,9 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
     sections = (((), top, True), ((DS,), deepspeed, False), ((FSDP,), fsdp, False))
     for above, known, refuses in sections:
         for name in document.section(*above):
-            if name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
+            own = not above and document.get("compute_environment") == "AMAZON_SAGEMAKER"  # has its own keys
+            if own or name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
                 continue
-            if not above and document.get("compute_environment") == "AMAZON_SAGEMAKER":
-                continue  # SageMaker's file has keys of its own
             near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
             effect = ": it stops with a ValueError" if refuses else f" in {above[0]}, and ignores it"
@@ -130,8 +131,7 @@ def accelerate_names_a_file(document: Document, setup: Setup) -> Iterator[Hit]:
     elif value is not None and not found([value], Path(document.name).parent):
         launches = [one for one in setup.of("training") if launched_with(one, document)]
         sure = launches and all(certainly_missing(value, one, setup) for one in launches)
-        what = f"{value} exists neither in the working directory nor next to this file: accelerate stops "
-        what += "with a ValueError if it is not in the folder where it starts"
+        what = f"{value} is neither here nor next to this file: accelerate stops, unless it starts elsewhere"
         yield Hit(key, what, f"{fix}, preferably absolute", severity=None if sure else "warning")
 
 

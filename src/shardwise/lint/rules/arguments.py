@@ -209,15 +209,8 @@ def tool_of(document: Document) -> str:
     return "LLaMA-Factory" if factory and document.syntax != "python" else ""
 
 
-def _tool(document: Document, setup: Setup) -> tuple[str, bool]:
-    """The framework that reads a file of keys, and whether it takes those that it does not know."""
-    tool = tool_of(document) if document.syntax in ("yaml", "json") else ""
-    return tool, tool != "LLaMA-Factory" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
-
-
-def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterator[Hit]:
-    """Keys that other tools have for what this file's tool calls otherwise."""
-    tool, lenient = _tool(document, setup)
+def _names_of_others(document: Document, own: set[str], tool: str, *, lenient: bool) -> Iterator[Hit]:
+    """Keys that other tools have for what this file's tool calls otherwise; `lenient`: it does not stop."""
     for right, words in _OTHER_NAMES.get(tool, {}).items():
         for name in words.split():
             twice = document.has(right)
@@ -230,9 +223,9 @@ def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterato
 @training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-08")
 def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tool knows a similar key only: it stops, or ignores this one."""
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
-    own = {word for one in scripts for word in re.findall(r"\w+", one.text)}
-    others = [*_names_of_others(document, setup, own)]
+    own, tool = {*re.findall(r"\w+", setup.scripts)}, tool_of(document) if document.syntax != "shell" else ""
+    lenient = tool != "LLaMA-Factory" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
+    others = [*_names_of_others(document, own, tool, lenient=lenient)]
     yield from others
     named = {hit.key[0] for hit in others}
     strange = [name for name in document.values if name not in _FRAMEWORKS | named]
@@ -240,7 +233,7 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     for name in strange if of_these and not unread_tool(document) else ():
         near = None if name in own else _near(str(name), _FRAMEWORKS)
         if near and not document.has(near):
-            sure, (tool, lenient) = abs(len(near) - len(str(name))) < _LETTERS, _tool(document, setup)
+            sure = abs(len(near) - len(str(name))) < _LETTERS
             stops = "LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it or ignore it"
             what = f"no key `{name}` is known of {stops if lenient else f'{tool}, {_DROPS[tool]}'}"
             changes = (Rename((str(name),), near),) if sure else ()

@@ -102,10 +102,8 @@ def one_process_for_several_gpus(document: Document, setup: Setup) -> Iterator[H
     if seen is None and stated and shown_devices(document, setup) == "":
         seen = stated, "--gpus says"
     if seen and seen[0] > 1:
-        who = (
-            "python starts one process, in which DeepSpeed looks for MPI" if plain else "torchrun starts one"
-        )
-        what = f"without --nproc_per_node {who}, which uses one GPU: {seen[1]} {seen[0]}"
+        who = "python" if plain else "without --nproc_per_node torchrun"
+        what = f"{who} starts one process, which uses one GPU: {seen[1]} {seen[0]}"
         fix = f"{'torchrun ' * plain}--nproc_per_node {seen[0]}"
         yield Hit((), what, fix, line=document.line(("launcher",)))
 
@@ -150,6 +148,5 @@ def bf16_without_hardware(document: Document, setup: Setup) -> Iterator[Hit]:
         header_line = document.text.split("#SBATCH")[0].count("\n") + 1
         places += [(where, header_line) for where in _bf16_elsewhere(document, setup)]
     for where, line in places:
-        what = f"{where}: the job's {old[0]} has no bf16: PyTorch emulates it, which is slow, and earlier "
-        what += "versions stop with `Your setup doesn't support bf16/gpu`"
+        what = f"{where}: the job's {old[0]} has no bf16: PyTorch emulates it slowly; earlier versions stop"
         yield Hit((), what, "fp16 in its place, or GPUs from Ampere on, such as A100", line=line)

@@ -113,8 +113,7 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, list[Any],
         while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
             node = known.meant(node.args[0])
         value = known.value(node)
-        alone = "target_modules" in given and "target_parameters" not in given
-        if alone:
+        if "target_modules" in given and "target_parameters" not in given:
             listed = value if isinstance(value, list) else []
             yield ("target_modules",), listed, getattr(node, "lineno", call.lineno)
 
@@ -129,8 +128,7 @@ def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator
         known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
         sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
         if model and known and known.parts and sure and not lasts & known.parts:
-            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
-            what += "`Target modules ... not found in the base model`"
+            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, `not found`"
             right = [one for one in names("lora_modules") if one in known.parts][:3]
             yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
 
@@ -144,8 +142,7 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
     known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
     chats = _CHATS.search(last) and document.get("stage") != "pt" and document.has("finetuning_type")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
-        what = f"template {template} is another family's: {named} splits its special tokens into pieces of "
-        what += "text, and learns another end token than its own"
+        what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
         yield Hit(("template",), what, fix)
 
@@ -173,8 +170,7 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     rows = enumerate(document.text.splitlines(), 1)
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
-        what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
+        what = f"the pad token is the end token, which labels mask: line {others[0]}'s end is not learned"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 

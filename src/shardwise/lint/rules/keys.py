@@ -67,10 +67,7 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
 
 @rule("error", f"{_CONFIG} reads by name; run with 0.19.8")
 def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0.
-
-    That holds for the top level and for some sections. A warning if no known key is similar.
-    """
+    """Here DeepSpeed reads keys by name and ignores others: `zero_optimisation` trains at stage 0."""
     for key, section in _unknown(document, refuses=False):
         fix, changes = _meant(key, section, document)
         meant, effect = fix != "remove it", "it has no effect"

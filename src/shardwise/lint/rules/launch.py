@@ -30,8 +30,7 @@ _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* 
 def lost_flags(document: Document, _: Setup) -> Iterator[Hit]:
     """A line break ends the command: the flags below it are a command of their own."""
     if document.has(LOST_FLAGS):
-        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it, and the "
-        what += "shell says `command not found`"
+        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it"
         yield Hit((LOST_FLAGS,), what, "a backslash as the last character of each line but the last")
 
 
@@ -50,8 +49,7 @@ def nodes_without_hostfile(document: Document, _: Setup) -> Iterator[Hit]:
     if document.get("launcher") != "deepspeed":
         return
     if (document.number("num_nodes") or 1) > 1 and not (document.has("hostfile") or document.has("H")):
-        what = "--num_nodes without --hostfile: unless /job/hostfile exists, deepspeed stops with `Num nodes "
-        what += "is >1 but no extra nodes available via hostfile`"
+        what = "without --hostfile deepspeed stops, `no extra nodes available`, unless /job/hostfile exists"
         yield Hit(("num_nodes",), what, "--hostfile FILE with a line `HOST slots=GPUS` for each node")
     if document.has("node_rank") and not document.has("no_ssh"):
         what = "--node_rank is ignored without --no_ssh: each command starts all nodes over ssh"
@@ -155,8 +153,8 @@ def _places_without_a_word(document: Document, script: Document) -> list[str]:
     if "$" in rest or re.search("[`(|;&>]", rest) or "parse_args()" not in script.text:
         return []
     words = [one for one in rest.split() if one[0] != "-"]
-    taken = [one for one in document.flags - switches if document.get(one) is not True]
-    taken = [one for one in taken if not re.search(rf"-{one.replace('_', '[-_]')}=", rest)]
+    taken = {one for one in document.flags - switches if document.get(one) is not True}
+    taken -= {one for one in taken if re.search(rf"-{one.replace('_', '[-_]')}=", rest)}
     return places[max(0, len(words) - len(taken)) :]
 
 

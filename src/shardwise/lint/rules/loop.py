@@ -15,12 +15,9 @@ from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
-_ENGINE = re.compile(
-    r"(?<![\w.])([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?"
-)
-_SCHEDULE = re.compile(
-    r"(?<![\w.])([\w.]+), .*?(\w+) = deepspeed\.initialize\((?:.*\blr_scheduler=(?!None)([\w.]+))?"
-)
+_GETS = r" = deepspeed\.initialize\((?:.*\b"
+_ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
+_SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
     r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
 )
@@ -59,12 +56,12 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
     for engine, returned, given in _ENGINE.findall(program):
         if given in stepped and given != returned:
-            what = f"`{given}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
-            what += "and nothing is trained, without an error"
+            what = f"`{given}` was given to DeepSpeed: under ZeRO it has no gradients: nothing is trained"
             yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
         elif returned in stepped:
-            what = f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, without a "
-            what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
+            what = (
+                f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, or stops at ZeRO-2"
+            )
             yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 
@@ -154,8 +151,7 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
     without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
     if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
@@ -172,8 +168,7 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
         given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
         words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
         if new := [*filter(_NEW.fullmatch, words)]:
-            what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
-            what += "where it comes first, the run stops with `index out of range` or a device-side assert"
+            what = f"the model has no row for {new[0]!r}: the run stops, `index out of range`, where it comes"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 

@@ -119,14 +119,14 @@ def key_twice(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/trainer.py: train; trainer_utils.py: get_last_checkpoint; read in 5.23")
 def no_such_checkpoint(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer numbers its checkpoints, and takes a path as it is: `checkpoint-last` is none."""
-    key = "resume_from_checkpoint"
-    given = [(document.get(key), document.line((key,)))] if document.syntax != "python" else []
+    key, python = "resume_from_checkpoint", document.syntax == "python"
+    given = [] if python else [(document.get(key), document.line((key,)))]
     for call in calls(document, "train"):
         values = (one.value for one in call.keywords if one.arg == key)
         given += [(known_values(document, setup).value(one), call.lineno) for one in values]
     for path, line in given if setup.reader == "trainer" else ():
         last = str(path).rstrip("/").rpartition("/")[2]
-        own = re.search(rf"['\"]{re.escape(last)}['\"]", setup.scripts) and document.syntax != "python"
+        own = not python and re.search(rf"['\"]{re.escape(last)}['\"]", setup.scripts)
         if _NAMED_CHECKPOINT.fullmatch(last) and not own and not Path(str(path)).exists():
             what = f"{path}: the Trainer takes it as a folder, and its own are named by steps, checkpoint-500"
             fix = "true, which takes the last of output_dir; or the folder of a step"
@@ -154,11 +154,8 @@ def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
     for given, line in given_to_trainers(document, setup, every=True):
         rate, kind = given.get("learning_rate"), str(given.get("lr_scheduler_type")).lower()
         for name in ("warmup_ratio", "warmup_steps"):
-            if (
-                re.fullmatch(r"(\w+\.)?constant", kind)
-                and isinstance(given.get(name), int | float)
-                and given[name] > 0
-            ):
+            asked = isinstance(given.get(name), int | float) and given[name] > 0
+            if asked and re.fullmatch(r"(\w+\.)?constant", kind):
                 at = document.line((name,)) if document.get(name) == given[name] else line
                 what = f"the schedule `constant` has no warm-up: `{name}` {given[name]} is ignored"
                 yield Hit((name,), what, "constant_with_warmup", line=at)
@@ -186,12 +183,11 @@ def keeps_the_worst(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "PyYAML 1.1 resolver; transformers/hf_argparser.py: parse_dict; run with 5.23")
 def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """PyYAML reads `2e-5` without a dot as text, and the optimizer stops: TypeError."""
-    reads = any(LOADS_YAML.search(one.text) for one in setup.of("training") if one.syntax == "python")
-    texts = setup.scripts
+    reads = LOADS_YAML.search(setup.scripts)
     asked = document.syntax == "yaml" and not document.has("base_model")
     for name in document.values if asked and reads and not tool_of(document) else ():
         value = document.get(name)
-        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", texts):
+        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", setup.scripts):
             continue
         if isinstance(value, str) and _TEXT.fullmatch(value) and name in {*NUMBERS, "lr", "learning_rate"}:
             right = re.sub("[eE]", ".0e", value)

@@ -27,9 +27,8 @@ _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
 _ON_GPU_0 = re.compile(
-    r"^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
-    r"(?=\)| if|\s*$)",
-    re.MULTILINE,
+    r"(?m)^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
+    r"(?=\)| if|\s*$)"
 )
 _TRAINED = re.compile(r"([\w.]+) = [\w.]+\(([\w.]+)\.parameters\(\)")
 _HELD_OUT = re.compile("(?i)val|test|dev")

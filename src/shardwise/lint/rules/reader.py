@@ -34,17 +34,18 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
     keys = autos(document)
     if setup.reader is None and keys:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
-        what = f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
-        what += "for some keys (`stage` becomes 0) and stops at others"
+        what = (
+            f"it is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it or stops"
+        )
         fix = "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the "
         yield Hit(keys[0], what, f"{fix}values", severity="note")
     for key in keys if setup.reader == "deepspeed" else ():
-        in_params = key[0] in ("optimizer", "scheduler")
-        default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
-        what = "only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: "
+        default = "it drops `auto` and uses the default"
+        default = "TypeError at the start" if key[0] in ("optimizer", "scheduler") else default
         harmless = key[0] == "zero_optimization" and key[-1].endswith(("_size", "_threshold"))
         severity: Severity = "warning" if harmless else "error"
-        what += _FAILS.get(".".join(key), default)
+        effect = _FAILS.get(".".join(key), default)
+        what = f"only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: {effect}"
         yield Hit(key, what, "write the value", (Drop(key),) if harmless else (), severity)
 
 

@@ -94,8 +94,9 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
-            what = f"the gradients of {count} micro-batches add up before a step: they are {count} times as "
-            what += "large, and clipping cuts nearly every step"
+            what = (
+                f"the gradients of {count} micro-batches add up: {count} times as large, and cut by clipping"
+            )
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
@@ -115,16 +116,11 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
             texts = " ".join(_followed(made, given))
             of_steps = re.search(rf"//? *\(?([\w.]*{re.escape(count)}|[\w.]*accum)", texts)
             if often and of_steps:
-                what = "the schedule was made for the optimizer's steps, and advances at each of the "
-                what += f"{count} micro-batches of one: it ends after 1/{count} of the training"
+                what = f"the schedule counts steps, and advances at micro-batches: it ends after 1/{count}"
                 yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
-            elif (
-                not often
-                and re.search(r"\blen\([\w.]*load", texts)
-                and not re.search("/|accum|_steps", texts)
-            ):
-                what = f"the schedule counts every micro-batch, and advances at one in {count}: the learning "
-                what += f"rate ends after 1/{count} of its way"
+            of_batches = re.search(r"\blen\([\w.]*load", texts) and not re.search("/|accum|_steps", texts)
+            if not often and of_batches:
+                what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
                 yield Hit((), what, f"its number of steps / {count}", severity="warning", line=made.lineno)
 
 

@@ -114,9 +114,10 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
-        what = f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
-        what += "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
-        what += "with device_map='auto' in any distributed mode`"
+        what = f'"{value}" spreads the model over all GPUs, in every process: Accelerator.prepare stops, '
+        what += (
+            "`You can't train a model that has been loaded with device_map='auto' in any distributed mode`"
+        )
         yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
 
 
@@ -167,8 +168,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             certain = setup.reader == "trainer" and "lora" not in document.text.lower()
             yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
         if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
-            what = f"every process loads the entire quantised model, and {bits}-bit weights kept as integers "
-            what += "are not sharded like the others: frameworks refuse it, or the run is reported to fail"
+            what = f"{bits}-bit weights kept as integers are not sharded: frameworks refuse it, or it fails"
             fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")
         elif stage in (2, 3):
@@ -236,8 +236,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
         if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
             each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
             words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
-            what = f"the command does not give {words}, which {config.name} does: unless the script has "
-            what += f"another default, the Trainer stops: {_PLEASE}"
+            what = f"{config.name} gives {words}, and the command does not: the Trainer may stop, {_PLEASE}"
             yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")
 
 
@@ -270,10 +269,7 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
 def given_to_trainers(
     document: Document, setup: Setup, *, every: bool = False
 ) -> list[tuple[dict[Any, Any], int | None]]:
-    """What each call, command or file gives the Trainer; the call's line.
-
-    `every`: whoever reads it, and flags and parameters have their defaults.
-    """
+    """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values = known_values(document, setup) if every else values_of(document)
     for call in calls(document, *_PLAIN, *names("trl_arguments")):
@@ -314,8 +310,7 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
                 continue
             alike, does = _SHAPES.get(used, (used.lower().removesuffix("w"), ""))
             if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
-                what = f"`{name}` is {asked}, but {config.name} has the {section} {used}, which the Trainer "
-                what += f"uses instead, silently{does}"
+                what = f"`{name}` is {asked}, but the Trainer silently uses {used} of {config.name}{does}"
                 yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
 
 
@@ -356,8 +351,7 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
         yield Hit((), what, "name the command or file with the values, too, or write them in the script")
     elif _OF_FRAMEWORKS & document.values.keys():
-        what = "of this framework's file only batch, precision, quantisation, LoRA, the Trainer's arguments "
-        what += "and the DeepSpeed file that it names are checked"
+        what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
 
 
