@@ -143,8 +143,8 @@ def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> 
     job = loaded.job
     named = job.strategy if isinstance(job.strategy, StrategySpec) else None
     world = setup.asked_world_size or (named.tensor_parallel if named else 1)
-    sizes = {"world_size": world, "gpus_per_node": setup.gpus_per_node or world}
-    accepted, refused = candidates(job, **sizes, architecture=architecture_of(job.model.source))
+    node, shape = setup.gpus_per_node or world, architecture_of(job.model.source)
+    accepted, refused = candidates(job, world_size=world, gpus_per_node=node, architecture=shape)
     if accepted:
         return
     rules = {rule.name: rule for rule in EVERY_RULE}

@@ -62,7 +62,7 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
                 continue
             near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
-            effect = ": it stops with a ValueError" if refuses else f" in {above[0]}, and ignores it"
+            effect = ": it stops with a ValueError" if refuses else f" in {''.join(above)}, and ignores it"
             what = f"accelerate has no such key{effect}"
             fix = f"did you mean `{near}`?" if near else ""
             yield Hit(key, what, fix, (change,), "error" if refuses or near else "warning")

@@ -77,8 +77,8 @@ def processes_of_node(document: Document, setup: Setup) -> tuple[float, str, Doc
     unread = named is not None and len(sources) == 1 and not of_launcher(document, "num_machines")
     if document.get("launcher") != "accelerate" or other or unread:
         return None
-    each = ("num_processes", "num_machines")  # of both, flags come first
-    holder, machines = (next((one for one in sources if of_launcher(one, name)), None) for name in each)
+    both = ("num_processes", "num_machines")  # of each, flags come first
+    holder, machines = (next((one for one in sources if of_launcher(one, name)), None) for name in both)
     nodes = machines.number("num_machines") if machines else 1
     count = holder.number("num_processes") if holder else None
     return (count / nodes, "num_processes", holder) if holder and count and nodes else None

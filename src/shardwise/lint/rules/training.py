@@ -23,7 +23,7 @@ from shardwise.lint.shell_text import OPEN
 
 _TRAINER_KEYS, _PLUGIN_KEYS = (
     [(tuple(key.split(".")), name, next(iter(default), None)) for key, name, *default in rows]
-    for rows in map(table("compared").get, ("trainer", "plugin"))
+    for rows in (table("compared")[of] for of in ("trainer", "plugin"))
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 _DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}

@@ -46,7 +46,7 @@ def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
     gpus = setup.world_size or 4
     weight = gpus * ETA / (gpus * ETA + 1 - ETA)
     for call in costs + tuned if distributed(setup) else ():
-        what = f"energy is summed over processes, a limit is not: eta {ETA} becomes {weight:.2f} with {gpus} processes"
+        what = f"energy, but no limit, is summed: eta {ETA} becomes {weight:.2f} with {gpus} processes"
         what += "; ZeusCost is the default" if call in tuned else ""
         fix = f"optimum_selector=ZeusCost({ETA}, world_size=dist.get_world_size())"
         yield Hit((), what, fix, line=call.lineno)
