@@ -49,9 +49,7 @@ def nodes_without_hostfile(document: Document, _: Setup) -> Iterator[Hit]:
     if document.get("launcher") != "deepspeed":
         return
     if (document.number("num_nodes") or 1) > 1 and not (document.has("hostfile") or document.has("H")):
-        what = (
-            "--num_nodes without --hostfile: deepspeed stops, `no extra nodes`, unless /job/hostfile exists"
-        )
+        what = "--num_nodes without --hostfile: deepspeed stops, unless there is a /job/hostfile"
         yield Hit(("num_nodes",), what, "--hostfile FILE with a line `HOST slots=GPUS` for each node")
     if document.has("node_rank") and not document.has("no_ssh"):
         what = "--node_rank is ignored without --no_ssh: each command starts all nodes over ssh"

@@ -37,11 +37,11 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
         what = (
             f"it is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it or stops"
         )
-        fix = "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the "
-        yield Hit(keys[0], what, f"{fix}values", severity="note")
+        fix = "nothing, if the Trainer or Accelerate reads it (--reader trainer); else write the values"
+        yield Hit(keys[0], what, fix, severity="note")
     for key in keys if setup.reader == "deepspeed" else ():
-        default = "it drops `auto` and uses the default"
-        default = "TypeError at the start" if key[0] in ("optimizer", "scheduler") else default
+        in_params = key[0] in ("optimizer", "scheduler")
+        default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
         harmless = key[0] == "zero_optimization" and key[-1].endswith(("_size", "_threshold"))
         severity: Severity = "warning" if harmless else "error"
         effect = _FAILS.get(".".join(key), default)

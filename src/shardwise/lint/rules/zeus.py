@@ -46,8 +46,8 @@ def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
     gpus = setup.world_size or 4
     weight = gpus * ETA / (gpus * ETA + 1 - ETA)
     for call in costs + tuned if distributed(setup) else ():
-        what = f"energy, but no limit, is summed: eta {ETA} becomes {weight:.2f} with {gpus} processes"
-        what += "; ZeusCost is the default" if call in tuned else ""
+        what = "ZeusCost is the default: " * (call in tuned) + "energy, but no limit, is summed: "
+        what += f"eta {ETA} becomes {weight:.2f} with {gpus} processes"
         fix = f"optimum_selector=ZeusCost({ETA}, world_size=dist.get_world_size())"
         yield Hit((), what, fix, line=call.lineno)
 
