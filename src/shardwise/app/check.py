@@ -56,8 +56,10 @@ class Report:
     def text(self, *, errors_only: bool = False) -> str:
         """What `shardwise check` prints: the kind of each file, then the findings, errors first."""
         kinds = headings(self.checked)
+        below = "\n" + " " * len("fixed: ")
         blocks = [
-            f"fixed: {one.file}: {one.fix}  [{one.rule}]\n  at:  {one.where}\n  was: {one.what}"
+            f"fixed: {one.file}: {one.fix.replace('; ', below)}  [{one.rule}]\n"
+            f"  at:  {one.where}\n  was: {one.what}"
             for one in self.fixed
         ]
         found = sorted(self.findings, key=lambda one: SEVERITIES.index(one.severity))
@@ -66,7 +68,7 @@ class Report:
         last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]
-            count = len(self.fixed)
+            count = sum(len(one.keys) or 1 for one in self.fixed)
             done = f"--fix made {count} change{'s' * (count > 1)}" if count else "--fix changed nothing"
             last.append(done + f"; left for you to fix: {counted(left)}" * bool(left))
         files = dict.fromkeys([*(one.file for one in found if one.file not in kinds), *kinds])
@@ -75,16 +77,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         setup, findings = self.checked.setup, self.checked.findings
-        count = {s: sum(one.severity == s for one in findings) for s in ("error", "warning", "note")}
         return {
             "schema": 1,
             "deepspeed": setup.deepspeed,
             "reader": setup.reader,
             "world_size": setup.world_size,
             "files": [{"file": document.name, "kind": document.kind} for document in setup.documents],
-            "errors": count["error"],
-            "warnings": count["warning"],
-            "notes": count["note"],
+            **{f"{name}s": sum(one.severity == name for one in findings) for name in SEVERITIES},
             "findings": [one.to_json() for one in findings],
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),

@@ -87,7 +87,24 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     order = {document.name: index for index, document in enumerate(setup.documents)}
     findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
-    return Checked(setup=setup, findings=tuple(_once(findings)))
+    return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
+
+
+def by_cause(findings: Sequence[Finding], *, fixed: bool = False) -> list[Finding]:
+    """One finding for all keys of a file with the same cause and fix; `fixed`: each with its own change."""
+    groups, places = dict[object, list[Finding]](), Counter[object]()
+    for one in findings:
+        alike = (one.file, one.rule, one.severity, one.cause, fixed or one.fix, bool(one.named))
+        places[alike, one.named] += 1  # a key once more, at another place, is a finding of its own
+        groups.setdefault((alike, places[alike, one.named]), []).append(one)
+    return [_joined(group, fixed=fixed) if len(group) > 1 else group[0] for group in groups.values()]
+
+
+def _joined(group: Sequence[Finding], *, fixed: bool) -> Finding:
+    what = f"{', '.join(one.named for one in group)}: {group[0].cause}"
+    fix = "; ".join(one.fix for one in group) if fixed else group[0].fix
+    changes = tuple(change for one in group for change in one.changes)
+    return replace(group[0], keys=tuple(one.key for one in group), what=what, fix=fix, changes=changes)
 
 
 def _once(findings: Sequence[Finding]) -> Iterator[Finding]:
@@ -103,12 +120,9 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
         return _job_findings(document, setup)
-    return [
-        finding(rule, document, hit)
-        for rule in RULES
-        if rule.kind == document.kind and holds_for(rule.versions, "deepspeed", setup.deepspeed)
-        for hit in rule.find(document, setup)
-    ]
+    mine = (one for one in RULES if one.kind == document.kind)
+    held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
+    return [finding(one, document, hit) for one in held for hit in one.find(document, setup)]
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:
@@ -129,12 +143,8 @@ def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> 
     job = loaded.job
     named = job.strategy if isinstance(job.strategy, StrategySpec) else None
     world = setup.asked_world_size or (named.tensor_parallel if named else 1)
-    accepted, refused = candidates(
-        job,
-        world_size=world,
-        gpus_per_node=setup.gpus_per_node or world,
-        architecture=architecture_of(job.model.source),
-    )
+    node, shape = setup.gpus_per_node or world, architecture_of(job.model.source)
+    accepted, refused = candidates(job, world_size=world, gpus_per_node=node, architecture=shape)
     if accepted:
         return
     rules = {rule.name: rule for rule in EVERY_RULE}
@@ -175,7 +185,8 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
         except (CannotEditError, UnreadableError):
             continue
         again = findings_of(after, _with(setup, after))
-        if _id(candidate) in map(_id, again) or _errors(again) > _errors(open_):
+        worse, before = ([one.severity for one in found].count("error") for found in (again, open_))
+        if _id(candidate) in map(_id, again) or worse > before:
             continue
         fixed.append(replace(candidate, fix=in_words(document, candidate.changes)))
         document = after
@@ -193,16 +204,12 @@ def fix_files(setup: Setup, files: Sequence[Path]) -> tuple[Setup, tuple[Finding
         if done:
             write(corrected, document)
             setup = _with(setup, corrected)
-            fixed += done
+            fixed += by_cause(done, fixed=True)
     return setup, tuple(fixed)
 
 
 def _id(one: Finding) -> tuple[str, str, str]:
     return one.rule, one.key, repr(one.changes)
-
-
-def _errors(findings: Sequence[Finding]) -> int:
-    return sum(one.severity == "error" for one in findings)
 
 
 def _with(setup: Setup, document: Document) -> Setup:

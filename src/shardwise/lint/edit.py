@@ -72,9 +72,8 @@ def edited(document: Document, changes: Sequence[Change]) -> Document:
 
 def _shared(document: Document, key: Key) -> bool:
     """Whether the key, or a section above it, has its value from the same text as another key."""
-    here = {
-        document.marks[key[:n]].value: key[:n] for n in range(1, len(key) + 1) if key[:n] in document.marks
-    }
+    above = [key[:n] for n in range(1, len(key) + 1) if key[:n] in document.marks]
+    here = {document.marks[one].value: one for one in above}
     return any(here.get(mark.value, other) != other for other, mark in document.marks.items())
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from packaging.requirements import Requirement
@@ -60,6 +61,9 @@ def rule(
     return declared
 
 
+training_rule = partial(rule, versions="", kind="training")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """A hit with everything that the user needs."""
@@ -70,6 +74,8 @@ class Finding:
     line: int = 1
     cell: int = 0  # of a notebook, counted from 1; lines then count from its first
     key: str = ""
+    keys: tuple[str, ...] = ()  # all that it is about, if several
+    named: str = ""  # the key at the beginning of `what`; empty if the rule's own words have it
     what: str
     fix: str
     source: str = ""
@@ -81,14 +87,16 @@ class Finding:
         return bool(self.changes)
 
     @property
+    def cause(self) -> str:
+        return self.what.removeprefix(f"{self.named}: ")
+
+    @property
     def where(self) -> str:
-        place = (
-            f"{self.file}: cell {self.cell}, line {self.line}" if self.cell else f"{self.file}:{self.line}"
-        )
-        return place + (f": {self.key}" if self.key else "")
+        place = f" cell {self.cell}, line {self.line}" if self.cell else f"{self.line}"
+        return f"{self.file}:{place}" + (f": {self.key}" if self.key else "")
 
     def to_json(self) -> dict[str, Any]:
-        names = "severity rule file cell line key what fix fixable source versions"
+        names = "severity rule file cell line key keys what fix fixable source versions"
         return {name: getattr(self, name) for name in names.split()}
 
 
@@ -96,9 +104,10 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     """Return the finding for a hit in a document; of a script only names of arguments are edited."""
     what, key = hit.what or broken.happens.removesuffix("."), [*map(str, hit.key)]
     own = len(key) == 1 and "." in key[0]  # check's own name of a place
-    named = not key or "." in key[-1] or key[-1].endswith("Arguments")
-    if not named and not any(part.lower() in what.lower() for part in key):
-        what = f"`{'.'.join(key[-2:] if key[-1] in _GENERAL else key[-1:])}`: {what}"
+    shown = key[-2:] if key and key[-1] in _GENERAL else key[-1:]
+    said = not key or "." in key[-1] or key[-1].endswith("Arguments")
+    said = said or any(part.lower() in what.lower() for part in shown)
+    named = "" if said else f"`{'.'.join(shown)}`"
     fix = hit.fix or _in_words(hit.changes[0], document)
     if document.syntax == "python":
         fix = fix.replace(": true", ": True").replace(": false", ": False")
@@ -111,7 +120,8 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         line=line - start + 1,
         cell=cell,
         key="" if own else ".".join(hit.key),
-        what=what,
+        named=named,
+        what=f"{named}: {what}" if named else what,
         fix=fix,
         source=broken.source,
         versions=broken.versions,

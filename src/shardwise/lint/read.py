@@ -20,9 +20,7 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
-LOADS_YAML = re.compile(
-    r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\("
-)  # a script with settings of its own
+LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 _MAGIC = re.compile(r"^([ \t]*)[%!].*", re.MULTILINE)  # a line for IPython or the shell
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -32,9 +30,7 @@ _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
 UNKNOWN = "check does not know this kind of file"
-WHAT = (
-    "a DeepSpeed JSON, an accelerate config, a training script, its arguments or launch command, a job file"
-)
+WHAT = "a DeepSpeed JSON, accelerate config, training script, its arguments or launch command, or job file"
 
 
 def text_of(path: Path, command: str) -> str:

@@ -13,11 +13,8 @@ from shardwise.lint.schema import deepspeed_schema
 from shardwise.lint.script_settings import LORA
 
 Reader = Literal["trainer", "accelerate", "deepspeed"]
-READER_NAMES: dict[Reader, str] = {
-    "trainer": "the Hugging Face Trainer",
-    "accelerate": "Accelerate",
-    "deepspeed": "DeepSpeed itself",
-}
+READER_NAMES: dict[Reader, str] = {"trainer": "the Hugging Face Trainer", "accelerate": "Accelerate"}
+READER_NAMES["deepspeed"] = "DeepSpeed itself"
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
@@ -90,6 +87,11 @@ class Setup:
         return tuple(document for document in self.documents if document.kind == kind)
 
     @property
+    def scripts(self) -> str:
+        """The text of all scripts."""
+        return "\n".join(one.text for one in self.of("training") if one.syntax == "python")
+
+    @property
     def reader(self) -> Reader | None:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
@@ -140,11 +142,9 @@ class Setup:
     @property
     def lora(self) -> bool:
         """Whether the script trains LoRA adapters."""
-        scripts = self.of("training")
-        return any(document.get(LORA) or "get_peft_model" in document.uses for document in scripts) or any(
-            self.training(name) not in (None, False, 0, "full")
-            for name in ("use_peft", "use_lora", "lora_r", "adapter", "finetuning_type")
-        )
+        given = map(self.training, ("use_peft", "use_lora", "lora_r", "adapter", "finetuning_type"))
+        made = any(one.get(LORA) or "get_peft_model" in one.uses for one in self.of("training"))
+        return made or any(value not in (None, False, 0, "full") for value in given)
 
 
 def launched_processes(document: Document) -> int | None:

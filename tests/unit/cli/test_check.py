@@ -53,7 +53,7 @@ def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"{file}: DeepSpeed configuration"
     assert out[1] == ""
-    assert out[2].startswith("error: DeepSpeed has no key `zero_optimisation` and silently ignores it")
+    assert out[2].startswith("error: `zero_optimisation`: DeepSpeed has no such key and silently ignores it")
     assert out[2].endswith("[ignored-key]")
     assert out[3] == f"  at:  {file}:5: zero_optimisation"
     assert out[4] == "  fix: did you mean `zero_optimization`?"
@@ -174,7 +174,7 @@ def test_fix_mends_the_file_and_says_what_it_did(tmp_path: Path, capsys: pytest.
     assert main(["check", "--fix", str(file)]) == 0
     said = capsys.readouterr().out
     assert f"fixed: {file}: `zero_optimization.overlap_com` -> `zero_optimization.overlap_comm`  [" in said
-    assert "was: `zero_optimization` has no key `overlap_com`" in said
+    assert "was: `overlap_com`: `zero_optimization` has no such key" in said
     assert said.endswith("--fix made 1 change\n")
     assert file.read_text() == (EXAMPLES / "overlap_com.json").read_text().replace(
         "overlap_com", "overlap_comm"

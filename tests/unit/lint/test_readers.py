@@ -101,7 +101,7 @@ def test_the_two_say_what_becomes_of_the_first(tmp_path: Path) -> None:
     file.write_text(TWICE)
     said = {reader: checked(file, reader).findings[0].what for reader in READERS}
     assert said["deepspeed"].endswith("DeepSpeed stops with a ValueError: Duplicate keys")
-    assert said["trainer"].endswith("the Hugging Face Trainer uses this one, and silently ignores line 6")
+    assert said["trainer"].endswith("the Hugging Face Trainer uses this one, and silently ignores the first")
 
 
 def test_what_is_given_twice_is_not_taken_out_once(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Accelerate's file: launch, DeepSpeed plugin, FSDP."""
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,8 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
-from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.read import found
+from shardwise.lint.finding import Hit, Severity, rule, training_rule
+from shardwise.lint.read import found, is_file
 from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
@@ -26,6 +27,24 @@ _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
 accelerate_rule = partial(rule, versions="accelerate>=1.0,<2", kind="accelerate")
 
 
+def launched_with(command: Document, file: Document) -> bool:
+    """Whether `accelerate launch` gets this file."""
+    named = Path(str(command.get("config_file"))).name if "config_file" not in command.flags else ""
+    return command.get("launcher") == "accelerate" and named == Path(file.name).name
+
+
+def certainly_missing(name: str, command: Document, setup: Setup) -> bool:
+    """Whether a file is not where a command starts, which the path of its script shows."""
+    script, last = Path(str(command.get("script"))), Path(name).name
+    above = (Path(), *Path(command.name).absolute().parents)
+    starts = [] if script.is_absolute() else [folder for folder in above if is_file(folder / script)]
+    made = re.search(
+        rf"(?m)>\s*\S*{re.escape(last)}|^\s*(cd|cp|mv|ln|wget|curl|git|sed|envsubst)\b", command.text
+    )
+    there = Path(name).is_absolute() or any(is_file(folder / name) for folder in starts)
+    return bool(starts) and not (made or there or last in setup.scripts)
+
+
 def kind_of(document: Document) -> str:
     """`distributed_type`, in capitals; empty if the file has none."""
     return str(document.get("distributed_type") or "").upper()
@@ -38,24 +57,28 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
     sections = (((), top, True), ((DS,), deepspeed, False), ((FSDP,), fsdp, False))
     for above, known, refuses in sections:
         for name in document.section(*above):
-            if name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
+            own = not above and document.get("compute_environment") == "AMAZON_SAGEMAKER"  # has its own keys
+            if own or name in known or (above == (FSDP,) and f"fsdp_{name}" in known):
                 continue
-            if not above and document.get("compute_environment") == "AMAZON_SAGEMAKER":
-                continue  # SageMaker's file has keys of its own
             near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
-            what = f"accelerate has no key `{name}`{f' in {above[0]}' if above else ''}: "
-            what += "it stops with a ValueError" if refuses else "it ignores the key"
+            effect = ": it stops with a ValueError" if refuses else f" in {''.join(above)}, and ignores it"
+            what = f"accelerate has no such key{effect}"
             fix = f"did you mean `{near}`?" if near else ""
             yield Hit(key, what, fix, (change,), "error" if refuses or near else "warning")
+
+
+def given_twice(document: Document, happens: str) -> Iterator[Hit]:
+    """The keys that a section has twice."""
+    for key, before in document.duplicates:
+        what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
+        yield Hit(key, what, "keep one of the two")
 
 
 @accelerate_rule("error", "accelerate/commands/config/config_args.py: yaml.safe_load")
 def accelerate_duplicate_key(document: Document, _: Setup) -> Iterator[Hit]:
     """If a key is given twice the last is used, also for entire sections."""
-    for key, before in document.duplicates:
-        what = f"`{key[-1]}` is given twice (first in line {before}): accelerate uses this one, and silently "
-        yield Hit(key, f"{what}ignores line {before}", "keep one of the two")
+    yield from given_twice(document, "accelerate uses this one, and silently ignores the first")
 
 
 @accelerate_rule("error", _LAUNCH)
@@ -99,16 +122,17 @@ def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @accelerate_rule("error", "accelerate/utils/deepspeed.py: HfDeepSpeedConfig.__init__; run with 1.15.0")
-def accelerate_names_a_file(document: Document, _: Setup) -> Iterator[Hit]:
+def accelerate_names_a_file(document: Document, setup: Setup) -> Iterator[Hit]:
     """The path of the DeepSpeed file is relative to the folder in which accelerate starts."""
     key, fix = (DS, FILE), "the path of the DeepSpeed JSON"
     value = document.get(*key)
     if value is not None and not isinstance(value, str):
         yield Hit(key, f"{value!r} is not a path: the processes stop when they read the file", fix)
     elif value is not None and not found([value], Path(document.name).parent):
-        what = f"{value} exists neither in the working directory nor next to this file: accelerate stops "
-        what += "with a ValueError if it is not in the folder where it starts"
-        yield Hit(key, what, f"{fix}, preferably absolute", severity="warning")
+        launches = [one for one in setup.of("training") if launched_with(one, document)]
+        sure = launches and all(certainly_missing(value, one, setup) for one in launches)
+        what = f"{value} is neither here nor next to this file: accelerate stops, unless it starts elsewhere"
+        yield Hit(key, what, f"{fix}, preferably absolute", severity=None if sure else "warning")
 
 
 @accelerate_rule("error", f"{_PLUGIN}._deepspeed_config_checks")
@@ -118,16 +142,11 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
     if document.get("mixed_precision") is not None:
         keys.append(("mixed_precision",))
     for key in keys if document.get(DS, FILE) else ():
-        what = f"`{key[-1]}` together with `deepspeed_config_file` stops accelerate with a ValueError"
+        what = "together with `deepspeed_config_file` it stops accelerate with a ValueError"
         yield Hit(key, what, "remove it: the DeepSpeed file sets it", (Drop(key),))
 
 
-@rule(
-    "error",
-    "accelerate/commands/config/config_args.py: load_config_from_file; run with 1.15",
-    versions="accelerate>=1.0,<2",
-    kind="training",
-)
+@training_rule("error", "accelerate: config_args.py: load_config_from_file", versions="accelerate>=1.0,<2")
 def deepspeed_file_for_accelerate(document: Document, setup: Setup) -> Iterator[Hit]:
     """`accelerate launch --config_file` takes accelerate's own YAML: it stops at DeepSpeed's keys."""
     named = str(document.get("config_file") or "").rpartition("/")[2]
@@ -212,12 +231,29 @@ def accelerate_machines(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(("num_machines",), what, fix, severity=None if launch else "warning")
 
 
-@accelerate_rule("warning", _LAUNCH)
-def accelerate_processes(document: Document, _: Setup) -> Iterator[Hit]:
+@accelerate_rule("error", _LAUNCH)
+def accelerate_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """The number of processes is not given: accelerate stops unless --num_processes is."""
     absent = not document.has("num_processes") and kind_of(document) not in ("NO", "")
-    if absent or document.number("num_processes") == -1:
-        yield Hit(("num_processes",), fix="num_processes: one per GPU")
+    launch = next((one for one in setup.of("training") if launched_with(one, document)), None)
+    given = launch and any(launch.has(name) for name in ("num_processes", OPEN))
+    if (absent or document.number("num_processes") == -1) and not given:
+        what = "no line gives the number of processes: accelerate stops" if launch else ""
+        fix = "num_processes: one per GPU"
+        yield Hit(("num_processes",), what, fix, severity=None if launch else "warning")
+
+
+@accelerate_rule("error", _LAUNCH)
+def accelerate_file_is_not_read(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Only `accelerate launch` reads the file: with another launcher none of it takes effect."""
+    launches = [one for one in setup.of("training") if one.has("launcher")]
+    last, others = Path(document.name).name, ("torchrun", "deepspeed", "python", "python3")
+    own = "accelerate" in " ".join(one.text for one in launches) or last in setup.scripts
+    if launches and not own and all(one.get("launcher") in others for one in launches):
+        named = any(Path(str(one.get("config_file"))).name == last for one in launches)
+        what = f"`{launches[0].get('launcher')}` starts the training, and does not read this file"
+        fix = f"accelerate launch --config_file {last}, in place of it"
+        yield Hit((), what, fix, severity=None if named else "warning", line=1)
 
 
 @accelerate_rule("warning", f"{_LAUNCH}; accelerate/parallelism_config.py")

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Rename
-from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file
-from shardwise.lint.rules.families import known_values, named_models
+from shardwise.lint.rules.accelerate import certainly_missing
+from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
     calls,
     given_to_trainers,
     is_optimizer,
-    training_rule,
+    known_values,
     tree_of,
     within,
 )
@@ -84,12 +85,11 @@ def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
             if keyword.arg and (near := _near(keyword.arg, known)):
                 what = f"{last} has no argument `{keyword.arg}`: {happens}"
                 change = Rename((keyword.arg,), near, keyword.lineno)
-                yield Hit((keyword.arg,), what, "", (change,), severity, keyword.lineno)
+                sure = "error" if near in _TRAINERS else severity  # of TRL's classes all are derived
+                yield Hit((keyword.arg,), what, "", (change,), sure, keyword.lineno)
 
 
-@training_rule(
-    "error", "transformers/training_args.py, argparse, torch DataLoader: text stays text; run with 5.23"
-)
+@training_rule("error", "transformers/training_args.py, argparse, DataLoader: text stays text; run with 5.23")
 def argument_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """The arguments' class takes text, and the training stops where it needs the number."""
     yield from _flags_as_text(document, setup)
@@ -121,9 +121,7 @@ def _flags_as_text(document: Document, setup: Setup) -> Iterator[Hit]:
         always = direct and (value is None or (isinstance(value, str) and as_number(value) is not None))
         passed = [n for one in setup.of("training") if (n := _passed(one, document, flags)) is not None]
         if (always or passed) and _unchanged(program, name, holders, direct=direct):
-            kind = (
-                "float" if any(isinstance(one, float) for one in (value, *passed)) or name == "lr" else "int"
-            )
+            kind = "float" if float in map(type, (value, *passed)) or name == "lr" else "int"
             shown = f"--{flags[0]}" if "'--" in ast.unparse(call) else name
             what = f"`{shown}` has no type=: argparse gives it as text, and {who} stops: it needs a number"
             yield Hit((), what, f"type={kind} in its add_argument", line=call.lineno)
@@ -179,10 +177,9 @@ def _unchanged(program: ast.Module, name: str, holders: set[str], *, direct: boo
                 plain = _last(value) == name and not any(isinstance(to, ast.Attribute) for to in targets)
                 if name in map(_last, targets) and not plain:
                     return False
-            case ast.AugAssign(target=to) | ast.AnnAssign(target=to) | ast.For(target=to) if (
-                _last(to) == name
-            ):
-                return False
+            case ast.AugAssign(target=to) | ast.AnnAssign(target=to) | ast.For(target=to):
+                if _last(to) == name:
+                    return False
             case ast.FunctionDef() if not direct and not _gets(program, one, name):
                 return False
     return True
@@ -212,10 +209,8 @@ def tool_of(document: Document) -> str:
     return "LLaMA-Factory" if factory and document.syntax != "python" else ""
 
 
-def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterator[Hit]:
-    """Keys that other tools have for what this file's tool calls otherwise."""
-    tool = tool_of(document) if document.syntax in ("yaml", "json") else ""
-    lenient = tool == "Axolotl" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
+def _names_of_others(document: Document, own: set[str], tool: str, *, lenient: bool) -> Iterator[Hit]:
+    """Keys that other tools have for what this file's tool calls otherwise; `lenient`: it does not stop."""
     for right, words in _OTHER_NAMES.get(tool, {}).items():
         for name in words.split():
             twice = document.has(right)
@@ -228,9 +223,9 @@ def _names_of_others(document: Document, setup: Setup, own: set[str]) -> Iterato
 @training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-08")
 def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tool knows a similar key only: it stops, or ignores this one."""
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
-    own = {word for one in scripts for word in re.findall(r"\w+", one.text)}
-    others = [*_names_of_others(document, setup, own)]
+    own, tool = {*re.findall(r"\w+", setup.scripts)}, tool_of(document) if document.syntax != "shell" else ""
+    lenient = tool != "LLaMA-Factory" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
+    others = [*_names_of_others(document, own, tool, lenient=lenient)]
     yield from others
     named = {hit.key[0] for hit in others}
     strange = [name for name in document.values if name not in _FRAMEWORKS | named]
@@ -238,12 +233,12 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     for name in strange if of_these and not unread_tool(document) else ():
         near = None if name in own else _near(str(name), _FRAMEWORKS)
         if near and not document.has(near):
-            what = (
-                f"no key `{name}` is known of LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it "
-            )
             sure = abs(len(near) - len(str(name))) < _LETTERS
+            stops = "LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it or ignore it"
+            what = f"no key `{name}` is known of {stops if lenient else f'{tool}, {_DROPS[tool]}'}"
             changes = (Rename((str(name),), near),) if sure else ()
-            yield Hit((str(name),), what + "or ignore it", f"did you mean `{near}`?", changes)
+            severity: Severity = "warning" if lenient or not sure else "error"
+            yield Hit((str(name),), what, f"did you mean `{near}`?", changes, severity)
 
 
 @training_rule("error", "transformers/trainer.py: create_scheduler; axolotl/utils/schemas/validation.py")
@@ -263,7 +258,7 @@ def warmup_never_ends(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("warmup_steps",), what, "keep one of the two", severity=severity, line=at)
 
 
-@training_rule("warning", "the model's config.json: max_position_embeddings")
+@training_rule("error", "the model's config.json: max_position_embeddings")
 def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit]:
     """Rows are longer than the model was trained for."""
     if not any(name in document.text for name in _LENGTHS):
@@ -274,36 +269,36 @@ def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit
     most = shape.positions if shape else None
     if not shape or not most or re.search("rope_scaling|n_positions|max_position_emb", document.text):
         return
-    given = [(name, document.number(name), document.line((name,))) for name in _LENGTHS]
+    given = [(name, document.number(name), document.line((name,)), False) for name in _LENGTHS]
     given += [("max_length", *one) for one in _tokenized(document, setup)]
-    learned = ", and a longer row stops with `index out of range`" if shape.model_type in _LEARNED else ""
-    for name, length, line in given:
+    learned = shape.model_type in _LEARNED
+    for name, length, line, padded in given:
         if length and length > most:
-            what = f"{name} is {length:g}: {model} has {most} positions{learned}"
-            yield Hit((name,), what, f"{most}", line=line)
+            stops = ", and a longer row stops with `index out of range`" if learned else ""
+            what = f"{name} is {length:g}: {model} has {most} positions{stops}"
+            yield Hit((name,), what, f"{most}", severity=None if learned and padded else "warning", line=line)
 
 
-def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int]]:
-    """Lengths to which a script cuts or pads rows by its tokenizer, and their lines; not of packed rows."""
+def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int, bool]]:
+    """Lengths to which a script cuts or (True) pads rows by its tokenizer, and their lines; not if packed."""
     if document.syntax != "python" or re.search("group_texts|concatenated_ex", document.text):
         return
-    program, known = known_values(document, setup)
-    for call in within(program):
+    known = known_values(document, setup)
+    for call in within(tree_of(document)):
         given = {one.arg: one.value for one in call.keywords}
         if "max_length" in given and {"truncation", "padding"} & given.keys():
             node = known.meant(given["max_length"])
             length = known.value(node)
             if "tok" in ast.unparse(call.func).lower() and isinstance(length, int | float):
-                yield length, getattr(node, "lineno", call.lineno)
+                padded = ast.unparse(given.get("padding", node)) == "'max_length'"
+                yield length, getattr(node, "lineno", call.lineno), padded
 
 
 @training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
-    text = "\n".join(one.text for one in setup.of("training") if one.syntax == "python")
-    parsed = re.search(r"(HfArgumentParser|TrlParser)\(", text) and re.search(
-        "TrainingArguments|SFTConfig", text
-    )
+    text = setup.scripts
+    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search("TrainingArguments|SFTConfig", text)
     keys = document.flags if parsed and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
@@ -312,9 +307,7 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
-            what = (
-                f"transformers 5.23 has no argument `{shown}`, which earlier versions had: the script stops"
-            )
+            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
 
@@ -325,9 +318,8 @@ def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
     found = unread_tool(document)
     empty = not document.values if document.syntax != "python" else not (document.values or document.uses)
     if found:
-        yield Hit(
-            (), f"the settings of {found} are not read: no rule judged them", "a look at its own checks"
-        )
+        what = f"the settings of {found} are not read: no rule judged them"
+        yield Hit((), what, "a look at its own checks")
     elif empty:
         yield Hit((), "no setting of this file is known to check", "name the file with the settings, too")
 
@@ -337,7 +329,7 @@ _OF_TOOLS = ("deepspeed_configs/", "examples/deepspeed/", "examples/accelerate/"
 _ABOVE = 5  # folders that a command may run in
 
 
-@training_rule("warning", "the file system")
+@training_rule("error", "the file system")
 def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     """The file with the settings is not there: the training stops at the start."""
     here = Path(document.name).absolute()
@@ -349,13 +341,12 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
             continue
         if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
-        if (
-            Path(name).is_absolute()
-            or Path(name).name in given
-            or any(is_file(folder / name) for folder in folders)
-        ):
+        there = Path(name).name in given or any(is_file(folder / name) for folder in folders)
+        if there or Path(name).is_absolute():
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)
+        sure = certainly_missing(name, document, setup)
         what = f"there is no file {name}, here or where the command may run"
-        yield Hit((key,), what, f"did you mean {near}?" if near else "check the path")
+        fix = f"did you mean {near}?" if near else "check the path"
+        yield Hit((key,), what, fix, severity=None if sure else "warning")

@@ -32,10 +32,7 @@ def data_ranks(document: Document, setup: Setup) -> int | None:
 
 @rule("error", _ASSERTION)
 def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The total batch must be micro-batch x accumulation x GPUs, or DeepSpeed stops.
-
-    A total that is given alone must be a multiple of the GPUs. A note if their number is unknown.
-    """
+    """The total batch must be micro-batch x accumulation x GPUs, or a multiple of them: else it stops."""
     total, micro, accumulation = _given(document)
     if total is None:
         return
@@ -69,8 +66,7 @@ def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
         return
     above = -(-total // ranks) * ranks
     near = f"{above - ranks} or {above}" if above > ranks else f"{above}"
-    what = f"{total} is no multiple of {processes(ranks)}: DeepSpeed stops with an AssertionError, whatever "
-    what += "the micro-batch"
+    what = f"{total} is no multiple of {processes(ranks)}: {_STOPS}, whatever the micro-batch"
     yield Hit((TOTAL,), what, f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`")
 
 
@@ -80,8 +76,7 @@ def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> I
         what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
         yield Hit((TOTAL,), what, fix)
     elif complete:
-        what = f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; for any other number "
-        what += "DeepSpeed stops with an AssertionError"
+        what = f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; else {_STOPS}"
         yield Hit((TOTAL,), what, f"{fix}; --gpus checks it for your GPUs", severity="note")
 
 
@@ -127,8 +122,9 @@ def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""
     degree, total = document.number("tensor_parallel", "autotp_size") or 0, document.number(TOTAL)
     if degree > 1 and total is not None:
-        what = f"DeepSpeed checks it against all GPUs, although {degree:g} GPUs share each row: the real "
-        what += f"batch is {total / degree:g} rows"
+        what = (
+            f"{degree:g} GPUs share each row, and DeepSpeed counts all: the batch is {total / degree:g} rows"
+        )
         fix = f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}"
         yield Hit((TOTAL,), what, fix)
 

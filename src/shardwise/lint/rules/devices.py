@@ -6,8 +6,7 @@ from pathlib import Path
 
 from shardwise.lint import shell_values
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit
-from shardwise.lint.rules.training import training_rule
+from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
@@ -19,14 +18,11 @@ _GRES = re.compile(r"(?:^|,)gpu((?::(?=[\w-]*[A-Za-z])[\w-]+)?)(?::(\d{1,6}))?(?
 _COUNT = re.compile(r"((?:[\w-]+:)?)(\d{1,6})")
 _OLD = re.compile(rf"(?i)(?<![a-z0-9])(?:{'|'.join(names('gpus_without_bf16'))})(?![a-z0-9])")
 _NEW = re.compile(r"(?i)(?<![a-z])(?:[abh]\d{2,3}|gh200|l40?|mi\d{3})|rtx[-_]?(?:[345]0|a|pro)")
-_ONE_FOR_ALL = re.compile(
-    r"\bDataParallel\(|device_map[\"']?[\s=:]+[\"']?(?:auto|balanced|sequential)|\bLLM\(|tensor_parallel_size"
-)
+_ONE_FOR_ALL = re.compile("|".join(names("one_process_for_all_gpus")))
+_SETS_RANKS = re.compile(r"WORLD_SIZE|\bRANK\b|mpirun|mpiexec|srun|spawn\(|notebook_launcher|subprocess")
 _TASKS = re.compile(r"\bsrun\b.*\s(?:--ntasks|--gres|--gpus|-n|-G)")
 _ON_GPUS = ("MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
-_ASKS_THE_GPU = re.compile(
-    r"(?:bf16|bfloat16)_(?:supported|available|gpu)|device_capability|device_properties"
-)
+_ASKS_THE_GPU = re.compile("b(?:float|f)16_(?:supported|available|gpu)|device_(?:capability|properties)")
 
 
 def of_launcher(document: Document, name: str) -> bool:
@@ -76,45 +72,40 @@ def processes_of_node(document: Document, setup: Setup) -> tuple[float, str, Doc
     named = Path(str(document.get("config_file"))).name if of_launcher(document, "config_file") else None
     files = [one for one in setup.of("accelerate") if Path(one.name).name == named]
     sources = [document, *(one for one in files if one.get("distributed_type") in _ON_GPUS)]
-    other = any(
-        one.get("gpu_ids") not in (None, "all") or one.on("cpu") or one.on("use_cpu") for one in sources
-    )
+    other = any(one.get("gpu_ids") not in (None, "all") for one in sources)
+    other |= any(one.on("cpu") or one.on("use_cpu") for one in sources)
     unread = named is not None and len(sources) == 1 and not of_launcher(document, "num_machines")
     if document.get("launcher") != "accelerate" or other or unread:
         return None
-    holders = {
-        name: next((one for one in sources if of_launcher(one, name)), None)  # flags come first
-        for name in ("num_processes", "num_machines")
-    }
-    holder, machines = holders["num_processes"], holders["num_machines"]
+    both = ("num_processes", "num_machines")  # of each, flags come first
+    holder, machines = (next((one for one in sources if of_launcher(one, name)), None) for name in both)
     nodes = machines.number("num_machines") if machines else 1
     count = holder.number("num_processes") if holder else None
     return (count / nodes, "num_processes", holder) if holder and count and nodes else None
 
 
-@training_rule("warning", "torch/distributed/run.py: --nproc-per-node, default 1")
+@training_rule("warning", "torch/distributed/run.py: --nproc-per-node, default 1; deepspeed/comm/comm.py")
 def one_process_for_several_gpus(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Without --nproc_per_node torchrun starts one process, which uses one GPU."""
+    """Without --nproc_per_node torchrun starts one process, as python does: it uses one GPU."""
     counted = any(name.startswith("np") and name not in document.flags for name in document.values)
     counted |= document.has(OPEN) or "PET_NPROC" in document.text
     asked = header(document)
-    several = _TASKS.search(document.text) or {asked.get("ntasks"), asked.get("ntasks-per-node")} - {
-        None,
-        "1",
-        asked.get("nodes"),
-    }
+    tasks = {asked.get("ntasks"), asked.get("ntasks-per-node")} - {None, "1", asked.get("nodes")}
+    several = _TASKS.search(document.text) or tasks
     alone = any(_ONE_FOR_ALL.search(one.text) for one in setup.of("training"))
-    if document.get("launcher") != "torchrun" or counted or several or alone:
+    launcher, sets = document.get("launcher"), _SETS_RANKS.search(f"{document.text}\n{setup.scripts}")
+    plain = launcher in ("python", "python3") and document.has("deepspeed") and not sets
+    if not (plain or launcher == "torchrun") or counted or several or alone:
         return  # `several`: Slurm starts torchrun for each GPU
     seen = devices_of(document, setup)
     stated = setup.gpus_per_node or setup.asked_world_size
     if seen is None and stated and shown_devices(document, setup) == "":
         seen = stated, "--gpus says"
     if seen and seen[0] > 1:
-        what = (
-            f"without --nproc_per_node torchrun starts one process, which uses one GPU: {seen[1]} {seen[0]}"
-        )
-        yield Hit((), what, f"--nproc_per_node {seen[0]}", line=document.line(("launcher",)))
+        who = "python" if plain else "without --nproc_per_node torchrun"
+        what = f"{who} starts one process, which uses one GPU: {seen[1]} {seen[0]}"
+        fix = f"{'torchrun ' * plain}--nproc_per_node {seen[0]}"
+        yield Hit((), what, fix, line=document.line(("launcher",)))
 
 
 def _old_gpu(document: Document) -> str:
@@ -140,9 +131,7 @@ def _bf16_elsewhere(command: Document, setup: Setup) -> Iterator[str]:
             yield f"bf16.enabled of {Path(one.name).name}"
 
 
-@training_rule(
-    "warning", "torch/cuda/__init__.py: is_bf16_supported; transformers/training_args.py; CUDA: 8.0 and later"
-)
+@training_rule("warning", "torch/cuda/__init__.py: is_bf16_supported; transformers/training_args.py")
 def bf16_without_hardware(document: Document, setup: Setup) -> Iterator[Hit]:
     """GPUs before Ampere have no bf16: it is emulated and slow, and earlier versions stop."""
     jobs = [one for one in setup.of("training") if header(one)]
@@ -159,6 +148,5 @@ def bf16_without_hardware(document: Document, setup: Setup) -> Iterator[Hit]:
         header_line = document.text.split("#SBATCH")[0].count("\n") + 1
         places += [(where, header_line) for where in _bf16_elsewhere(document, setup)]
     for where, line in places:
-        what = f"{where}: the job's {old[0]} has no bf16: PyTorch emulates it, which is slow, and earlier "
-        what += "versions stop with `Your setup doesn't support bf16/gpu`"
+        what = f"{where}: the job's {old[0]} has no bf16: PyTorch emulates it slowly; earlier versions stop"
         yield Hit((), what, "fp16 in its place, or GPUs from Ampere on, such as A100", line=line)

@@ -1,23 +1,18 @@
 """Models and tokenizers: what suits another family of models, and end tokens that are not learned."""
 
 import ast
-import json
 import re
 from collections.abc import Iterator
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Put
-from shardwise.lint.finding import Hit
+from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules import training
-from shardwise.lint.rules.training import calls, training_rule, tree_of, within
+from shardwise.lint.rules.training import calls, known_values, tree_of, within
 from shardwise.lint.schema import names, table
-from shardwise.lint.script_inputs import Inputs
-from shardwise.lint.script_values import Values, name_as_imported
 from shardwise.lint.setup import ModelFacts, Setup
 from shardwise.models.catalog import lookup
 
@@ -31,25 +26,7 @@ _TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Facto
 _CHATS = re.compile(r"instruct|chat|-it\b|^qwen3-(?!.*base)")  # a model with a template of its own
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
-_ENDS = re.compile(  # in a row that is trained on
-    r"^(?!\s*#|.*pad_token).*(\.eos_token\b|\[[\w.]*\.eos_token_id\]|add_eos_token=True|"
-    r"</s>|<\|end\w+\|>|chat_template\()"
-)
-
-
-def known_values(document: Document, setup: Setup) -> tuple[ast.Module, Values]:
-    """A script's program, and what its expressions stand for with the flags of its commands."""
-    last, flags = Path(document.name).name, dict[str, Any]()
-    for one in setup.of("training"):
-        if one.syntax == "shell" and Path(str(one.get("script"))).name == last:
-            flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
-    return _valued(document.text, json.dumps(flags, sort_keys=True, default=str))
-
-
-@lru_cache(maxsize=8)
-def _valued(text: str, flags: str) -> tuple[ast.Module, Values]:
-    name_as_imported(program := ast.parse(text))
-    return program, Values(program, Inputs(json.loads(flags)))
+_ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
 def named_models(setup: Setup) -> set[str]:
@@ -59,8 +36,8 @@ def named_models(setup: Setup) -> set[str]:
         if document.syntax != "python":
             found += map(document.get, _MODEL)
             continue
-        program, known = known_values(document, setup)
-        for call in within(program):
+        known = known_values(document, setup)
+        for call in within(tree_of(document)):
             called, given = ast.unparse(call.func), {one.arg: one.value for one in call.keywords}
             loads = called.endswith("Trainer") or _LOADS.search(called)
             of = given.get("pretrained_model_name_or_path", given.get("model", next(iter(call.args), None)))
@@ -130,17 +107,13 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, list[Any],
             given = re.split(r"\s*,\s*", value) if plain and key == ("lora_target",) else value
             yield key, given if isinstance(given, list) else [], document.line(key)
         return
-    if "target_modules" not in document.text:
-        return
-    program, known = known_values(document, setup)
-    for call in within(program):
-        given = {one.arg: one.value for one in call.keywords}
+    for call in calls(document, "LoraConfig", "get_peft_model"):
+        known, given = known_values(document, setup), {one.arg: one.value for one in call.keywords}
         node = known.meant(given.get("target_modules", call))
         while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
             node = known.meant(node.args[0])
         value = known.value(node)
-        alone = "target_modules" in given and "target_parameters" not in given
-        if alone and ast.unparse(call.func).endswith(("LoraConfig", "get_peft_model")):
+        if "target_modules" in given and "target_parameters" not in given:
             listed = value if isinstance(value, list) else []
             yield ("target_modules",), listed, getattr(node, "lineno", call.lineno)
 
@@ -155,8 +128,7 @@ def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator
         known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
         sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
         if model and known and known.parts and sure and not lasts & known.parts:
-            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
-            what += "`Target modules ... not found in the base model`"
+            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, `not found`"
             right = [one for one in names("lora_modules") if one in known.parts][:3]
             yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
 
@@ -170,8 +142,7 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
     known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
     chats = _CHATS.search(last) and document.get("stage") != "pt" and document.has("finetuning_type")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
-        what = f"template {template} is another family's: {named} splits its special tokens into pieces of "
-        what += "text, and learns another end token than its own"
+        what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
         yield Hit(("template",), what, fix)
 
@@ -199,8 +170,7 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     rows = enumerate(document.text.splitlines(), 1)
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
-        what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
+        what = f"the pad token is the end token, which labels mask: line {others[0]}'s end is not learned"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 

@@ -67,17 +67,14 @@ def _meant(key: Key, section: Section, document: Document) -> tuple[str, tuple[C
 
 @rule("error", f"{_CONFIG} reads by name; run with 0.19.8")
 def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed reads known keys by name and ignores others: `zero_optimisation` trains at stage 0.
-
-    That holds for the top level and for some sections. A warning if no known key is similar.
-    """
+    """Here DeepSpeed reads keys by name and ignores others: `zero_optimisation` trains at stage 0."""
     for key, section in _unknown(document, refuses=False):
         fix, changes = _meant(key, section, document)
         meant, effect = fix != "remove it", "it has no effect"
         if changes and isinstance(changes[0], Rename) and changes[0].name == ZERO:
             effect = "training runs at stage 0, nothing is sharded"
         where = f" in `{'.'.join(key[:-1])}`" if len(key) > 1 else ""
-        what = f"DeepSpeed has no key `{key[-1]}`{where} and silently ignores it: {effect}"
+        what = f"DeepSpeed has no such key{where} and silently ignores it: {effect}"
         yield Hit(key, what, fix, changes if meant else (), "error" if meant else "warning")
 
 
@@ -85,7 +82,7 @@ def ignored_key(document: Document, _: Setup) -> Iterator[Hit]:
 def refused_key(document: Document, _: Setup) -> Iterator[Hit]:
     """Most sections are pydantic models that forbid unknown keys: DeepSpeed stops."""
     for key, section in _unknown(document, refuses=True):
-        what = f"`{'.'.join(key[:-1])}` has no key `{key[-1]}`: DeepSpeed stops with a validation error"
+        what = f"`{'.'.join(key[:-1])}` has no such key: DeepSpeed stops with a validation error"
         yield Hit(key, what, *_meant(key, section, document))
 
 

@@ -6,25 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit, Severity
-from shardwise.lint.rules.devices import (
-    SHOWS,
-    devices_of,
-    gpus_of,
-    header,
-    of_launcher,
-    processes_of_node,
-)
-from shardwise.lint.rules.training import calls, training_rule, tree_of, within
+from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.rules import devices
+from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
+from shardwise.lint.rules.training import calls, tree_of, within
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
 _RUNNER = "deepspeed/launcher/runner.py"
-_OPEN_PARSER = re.compile(
-    r"parse_known|parents=|subparsers|REMAINDER|fromfile|prefix_chars|remaining|TrlParser|add_argparse_args"
-    r"|jsonargparse|configargparse|simple_parsing"
-)
+_OPEN_PARSER = re.compile("|".join(names("open_parsers")))
 _HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
@@ -39,8 +30,7 @@ _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* 
 def lost_flags(document: Document, _: Setup) -> Iterator[Hit]:
     """A line break ends the command: the flags below it are a command of their own."""
     if document.has(LOST_FLAGS):
-        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it, and the "
-        what += "shell says `command not found`"
+        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it"
         yield Hit((LOST_FLAGS,), what, "a backslash as the last character of each line but the last")
 
 
@@ -59,8 +49,7 @@ def nodes_without_hostfile(document: Document, _: Setup) -> Iterator[Hit]:
     if document.get("launcher") != "deepspeed":
         return
     if (document.number("num_nodes") or 1) > 1 and not (document.has("hostfile") or document.has("H")):
-        what = "--num_nodes without --hostfile: unless /job/hostfile exists, deepspeed stops with `Num nodes "
-        what += "is >1 but no extra nodes available via hostfile`"
+        what = "--num_nodes without --hostfile: deepspeed stops, unless there is a /job/hostfile"
         yield Hit(("num_nodes",), what, "--hostfile FILE with a line `HOST slots=GPUS` for each node")
     if document.has("node_rank") and not document.has("no_ssh"):
         what = "--node_rank is ignored without --no_ssh: each command starts all nodes over ssh"
@@ -103,22 +92,17 @@ def _first(count: int) -> str:
 @training_rule("error", "torch.cuda.set_device: invalid device ordinal; accelerate/commands/launch.py")
 def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hit]:
     """The node has more processes than GPUs that they see: `invalid device ordinal`."""
-    found, seen = processes_of_node(document, setup), devices_of(document, setup)
+    found, seen = devices.processes_of_node(document, setup), devices.devices_of(document, setup)
     if not found or not seen or found[0] <= seen[0]:
         return
-    (each, name, holder), (devices, shows) = found, seen
+    (each, name, holder), (count, shows) = found, seen
     if document.get("launcher") == "torchrun" and not shows.startswith(SHOWS):
         return  # `slurm_and_launcher` says it
-    count = holder.number(name) or each
-    where = "" if holder is document else f"{Path(holder.name).name} has {name} {count:g}: "
-    what = f"{where}{shows} {devices} GPUs to {each:g} processes: the others stop with "
-    fix = f"--{name} {devices * count / each:g}" + (
-        f", or the same in {Path(holder.name).name}" if where else ""
-    )
-    key = (name,) if holder is document else ()
-    yield Hit(
-        key, what + "`invalid device ordinal`", fix, line=document.line((name if key else "config_file",))
-    )
+    key, all_ = (name,) if holder is document else (), holder.number(name) or each
+    where = "" if key else f"{Path(holder.name).name} has {name} {all_:g}: "
+    what = f"{where}{shows} {count} GPUs to {each:g} processes: the others stop with `invalid device ordinal`"
+    fix = f"--{name} {count * all_ / each:g}" + f", or the same in {Path(holder.name).name}" * bool(where)
+    yield Hit(key, what, fix, line=document.line((name if key else "config_file",)))
 
 
 @training_rule("error", "argparse: `unrecognized arguments`, `the following arguments are required`")
@@ -143,14 +127,35 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
             other = _BEFORE if name in before else "remove it, or add it to the parser"
             fix = f"did you mean `--{near}`?" if near and name not in before else other
             yield Hit((name,), what, fix)
-    for name in sorted(missing) if not document.has(OPEN) else ():
-        what = f"{file} requires `--{name}`, which the command does not give: it stops"
-        yield Hit((), what, f"--{name} VALUE after {file}", line=document.line(("script",)))
+    absent = [f"--{name}" for name in sorted(missing)] if not document.has(OPEN) else []
+    absent += _places_without_a_word(document, script) if known and script else []
+    if absent:
+        what = f"{file} requires {', '.join(f'`{one}`' for one in absent)}, which the command does not give: "
+        fix = f"{' '.join(f'{one} VALUE' if one[0] == '-' else one.upper() for one in absent)} after {file}"
+        yield Hit((), what + "it stops", fix, line=document.line(("script",)))
     passes = document.get("launcher") == "deepspeed" and not document.has("no_local_rank")
     if known and passes and not {"local_rank", "local-rank"} & known.keys():
         what = f"the deepspeed launcher passes `--local_rank`, which {file} does not take: it stops"
         fix = 'parser.add_argument("--local_rank", type=int), or --no_local_rank before the script'
         yield Hit((), what, fix, line=document.line(("script",)))
+
+
+def _places_without_a_word(document: Document, script: Document) -> list[str]:
+    """The positional arguments of a parser for which the command has no words, after those of its flags."""
+    places, switches = list[str](), set[str]()
+    for call in calls(script, "add_argument"):
+        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        own = [str(getattr(one, "value", "-")) for one in call.args]
+        switches |= {one.strip("-").replace("-", "_") for one in own} if "action" in given else set()
+        places += own if own and own[0][:1] != "-" and given.get("nargs") not in ("'?'", "'*'") else []
+    rows = "\n".join(document.text.split("\n")[document.line(("launcher",)) - 1 :]).replace("\\\n", " ")
+    rest = rows.partition("\n")[0].partition(str(document.get("script")))[2]
+    if "$" in rest or re.search("[`(|;&>]", rest) or "parse_args()" not in script.text:
+        return []
+    words = [one for one in rest.split() if one[0] != "-"]
+    taken = {one for one in document.flags - switches if document.get(one) is not True}
+    taken -= {one for one in taken if re.search(rf"-{one.replace('_', '[-_]')}=", rest)}
+    return places[max(0, len(words) - len(taken)) :]
 
 
 def _written(document: Document, name: str) -> list[str]:

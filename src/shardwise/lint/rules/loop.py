@@ -5,30 +5,19 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import DEEPSPEED, Hit, Severity
+from shardwise.lint.finding import DEEPSPEED, Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
-from shardwise.lint.rules.training import (
-    calls,
-    is_optimizer,
-    training_rule,
-    tree_of,
-    values_of,
-    within,
-    zero_stage,
-)
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import names
+from shardwise.lint.schema import closest, names
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
-_ENGINE = re.compile(
-    r"(?<![\w.])([\w.]+), (\*?[\w.]+).* = deepspeed\.initialize\((?:.*\boptimizer=([\w.]+))?"
-)
-_SCHEDULE = re.compile(
-    r"(?<![\w.])([\w.]+), .*?(\w+) = deepspeed\.initialize\((?:.*\blr_scheduler=(?!None)([\w.]+))?"
-)
+_GETS = r" = deepspeed\.initialize\((?:.*\b"
+_ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
+_SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
     r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
 )
@@ -67,12 +56,12 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
     for engine, returned, given in _ENGINE.findall(program):
         if given in stepped and given != returned:
-            what = f"`{given}` was given to DeepSpeed: under ZeRO its parameters have no gradients, "
-            what += "and nothing is trained, without an error"
+            what = f"`{given}` was given to DeepSpeed: under ZeRO it has no gradients: nothing is trained"
             yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
         elif returned in stepped:
-            what = f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, without a "
-            what += "learning-rate schedule, or stops if ZeRO-2 accumulates gradients"
+            what = (
+                f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, or stops at ZeRO-2"
+            )
             yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 
@@ -130,13 +119,30 @@ def stepped(call: ast.Call) -> str:
     return "" if last != "step" else ast.unparse(call.args[0]) if scaled else owner
 
 
-@training_rule("warning", "the language: NameError")
+@training_rule("error", "the language: NameError")
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
-    """A name is used that the script neither defines nor imports."""
-    if document.has(UNDEFINED):
-        said = ", ".join(f"`{name}`" for name in document.get(UNDEFINED))
+    """A name is used that the script neither defines nor imports; an error where it is a misspelt one."""
+    missing = dict.fromkeys(document.get(UNDEFINED) or [])
+    nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []
+    bound = {one.id for one in nodes if isinstance(one.ctx, ast.Store)}
+    for node in (one for one in nodes if one.id in missing and _certain(document, one)):
+        if near := closest(node.id, bound, least=0.85):
+            del missing[node.id]
+            what = f"no line defines `{node.id}`: NameError"
+            yield Hit((UNDEFINED,), what, f"did you mean `{near}`?", line=node.lineno)
+    if missing:
+        said = ", ".join(f"`{name}`" for name in missing)
+        what = f"no line defines {said}: NameError where it is used"
         fix = "define it" + "; in several processes with a DistributedSampler" * ("loader" in said)
-        yield Hit((UNDEFINED,), f"no line defines {said}: NameError where it is used", fix)
+        yield Hit((UNDEFINED,), what, fix, severity="warning")
+
+
+def _certain(document: Document, node: ast.AST) -> bool:
+    """Whether a statement runs, and no condition or handler of an error is around it."""
+    flow = values_of(document).flow
+    scopes = [one for one in flow.scopes(node) if not isinstance(one, ast.Module)]
+    called = (document.text.count(f"{getattr(one, 'name', '=')}(") > 1 for one in scopes)
+    return flow.certain(node) and all(called) and "except" not in document.text
 
 
 @training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
@@ -145,8 +151,7 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
     without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
     if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
@@ -163,8 +168,7 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
         given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
         words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
         if new := [*filter(_NEW.fullmatch, words)]:
-            what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
-            what += "where it comes first, the run stops with `index out of range` or a device-side assert"
+            what = f"the model has no row for {new[0]!r}: the run stops, `index out of range`, where it comes"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 

@@ -3,14 +3,15 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
+from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.families import known_values
-from shardwise.lint.rules.training import calls, given_to_trainers, training_rule, tree_of, within
+from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
@@ -21,6 +22,10 @@ _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none h
 _REMOVED = dict(word.split("=") for word in names("removed_imports"))
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
+
+
+_GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
+_NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
 
 def _quantized(document: Document) -> str:
@@ -41,10 +46,22 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
     elif tool == "Axolotl":
         full = not document.get("adapter")
     if full:
-        fix = {"Axolotl": "adapter: qlora", "LLaMA-Factory": "finetuning_type: lora"}.get(
-            tool, "LoRA adapters"
-        )
-        yield Hit((key,), fix=f"{fix}; or remove `{key}`")
+        words = {"Axolotl": "adapter: qlora", "LLaMA-Factory": "finetuning_type: lora"}
+        yield Hit((key,), fix=f"{words.get(tool, 'LoRA adapters')}; or remove `{key}`")
+
+
+@training_rule("error", "peft: LoraConfig alone changes no model")
+def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Nothing gets the LoraConfig: all weights are trained, and those of 4 or 8 bits stop the Trainer."""
+    nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
+    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    trains = re.search(r"trainer\.train\(|\.backward\(", document.text)
+    for node in nodes if trains and not _GIVES_ADAPTERS.search(setup.scripts) else ():
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=made)) if name not in read:
+                if ast.unparse(made).endswith("LoraConfig"):
+                    fix = f"get_peft_model(model, {name}), or peft_config={name} of TRL's trainer"
+                    yield Hit((), fix=fix, line=node.lineno)
 
 
 @training_rule("error", "axolotl/utils/schemas/validation.py: Can't load qlora in 8bit; Require load_in_4bit")
@@ -68,15 +85,12 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("load_in_4bit",), what, "adapter: qlora", severity="warning")
     for steps, times in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
         if document.get(steps) and document.get(times):
-            yield Hit(
-                (steps,), f"Axolotl stops: `{steps}` and `{times}` exclude each other", f"keep `{times}`"
-            )
-    asked = next(
-        (one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")), ""
-    )
+            what = f"Axolotl stops: `{steps}` and `{times}` exclude each other"
+            yield Hit((steps,), what, f"keep `{times}`")
+    asked = [one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")]
     if asked and document.get("val_set_size") == 0 and not document.get("test_datasets"):
-        what = f"Axolotl stops: `{asked}` with `val_set_size: 0`, and no rows to evaluate"
-        yield Hit((asked,), what, "val_set_size: 0.05, or remove it")
+        what = f"Axolotl stops: `{asked[0]}` with `val_set_size: 0`, and no rows to evaluate"
+        yield Hit((asked[0],), what, "val_set_size: 0.05, or remove it")
 
 
 @training_rule("error", "llamafactory/hparams/parser.py: get_train_args")
@@ -84,16 +98,39 @@ def no_rows(document: Document, _: Setup) -> Iterator[Hit]:
     """LLaMA-Factory is to evaluate, or to train, and has no rows for it: it stops."""
     if tool_of(document) != "LLaMA-Factory":
         return
-    asked = next(
-        (one for one in ("eval_strategy", "do_eval") if document.get(one) in (True, "steps", "epoch")), ""
-    )
+    asked = [one for one in ("eval_strategy", "do_eval") if document.get(one) in (True, "steps", "epoch")]
     rows = document.get("eval_dataset") or document.number("val_size")
     if asked and not rows:
         what = "LLaMA-Factory stops: `Please make sure eval_dataset be provided or val_size >1e-6`"
-        yield Hit((asked,), what, "val_size: 0.1, or eval_dataset, or remove it")
+        yield Hit((asked[0],), what, "val_size: 0.1, or eval_dataset, or remove it")
     if document.on("do_train") and not document.get("dataset"):
         what = "LLaMA-Factory stops: `Please specify dataset for training`"
         yield Hit(("do_train",), what, "dataset: NAME, as dataset_info.json has it")
+
+
+@training_rule("error", "PyYAML keeps the last key; LLaMA-Factory: OmegaConf.load")
+def key_twice(document: Document, _: Setup) -> Iterator[Hit]:
+    """Of two equal keys the last is used, and the first silently ignored; LLaMA-Factory stops."""
+    stops = tool_of(document) == "LLaMA-Factory" and document.syntax == "yaml"
+    last = "this one is used, and the first silently ignored"
+    yield from given_twice(document, "LLaMA-Factory stops: `found duplicate key`" if stops else last)
+
+
+@training_rule("error", "transformers/trainer.py: train; trainer_utils.py: get_last_checkpoint; read in 5.23")
+def no_such_checkpoint(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer numbers its checkpoints, and takes a path as it is: `checkpoint-last` is none."""
+    key, python = "resume_from_checkpoint", document.syntax == "python"
+    given = [] if python else [(document.get(key), document.line((key,)))]
+    for call in calls(document, "train"):
+        values = (one.value for one in call.keywords if one.arg == key)
+        given += [(known_values(document, setup).value(one), call.lineno) for one in values]
+    for path, line in given if setup.reader == "trainer" else ():
+        last = str(path).rstrip("/").rpartition("/")[2]
+        own = not python and re.search(rf"['\"]{re.escape(last)}['\"]", setup.scripts)
+        if _NAMED_CHECKPOINT.fullmatch(last) and not own and not Path(str(path)).exists():
+            what = f"{path}: the Trainer takes it as a folder, and its own are named by steps, checkpoint-500"
+            fix = "true, which takes the last of output_dir; or the folder of a step"
+            yield Hit((key,), what, fix, line=line)
 
 
 @training_rule("warning", "the language: bool('False') is True")
@@ -105,26 +142,20 @@ def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
         dashed = any(isinstance(one, ast.Constant) and str(one.value).startswith("-") for one in call.args)
         if kinds.get("type") != "bool" or not flags or not dashed:
             continue
-        off = any(
-            one.get(flag) is False for one in setup.of("training") for flag in flags if flag in one.flags
-        )
+        off = any(one.get(flag) is False for one in setup.of("training") for flag in one.flags & {*flags})
         what = f"`type=bool` makes True of `--{name} False`" + ", which the command gives" * off
         fix = "action=argparse.BooleanOptionalAction"
         yield Hit((), what, fix, severity="error" if off else None, line=call.lineno)
 
 
-@training_rule(
-    "warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_schedule"
-)
+@training_rule("warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_...")
 def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule has no such part, or takes the number as something else."""
     for given, line in given_to_trainers(document, setup, every=True):
-        kind, rate = (
-            str(given.get("lr_scheduler_type")).rpartition(".")[2].lower(),
-            given.get("learning_rate"),
-        )
+        rate, kind = given.get("learning_rate"), str(given.get("lr_scheduler_type")).lower()
         for name in ("warmup_ratio", "warmup_steps"):
-            if kind == "constant" and isinstance(given.get(name), int | float) and given[name] > 0:
+            asked = isinstance(given.get(name), int | float) and given[name] > 0
+            if asked and re.fullmatch(r"(\w+\.)?constant", kind):
                 at = document.line((name,)) if document.get(name) == given[name] else line
                 what = f"the schedule `constant` has no warm-up: `{name}` {given[name]} is ignored"
                 yield Hit((name,), what, "constant_with_warmup", line=at)
@@ -152,12 +183,11 @@ def keeps_the_worst(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "PyYAML 1.1 resolver; transformers/hf_argparser.py: parse_dict; run with 5.23")
 def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """PyYAML reads `2e-5` without a dot as text, and the optimizer stops: TypeError."""
-    reads = any(LOADS_YAML.search(one.text) for one in setup.of("training") if one.syntax == "python")
-    texts = " ".join(one.text for one in setup.of("training") if one.syntax == "python")
+    reads = LOADS_YAML.search(setup.scripts)
     asked = document.syntax == "yaml" and not document.has("base_model")
     for name in document.values if asked and reads and not tool_of(document) else ():
         value = document.get(name)
-        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", texts):
+        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", setup.scripts):
             continue
         if isinstance(value, str) and _TEXT.fullmatch(value) and name in {*NUMBERS, "lr", "learning_rate"}:
             right = re.sub("[eE]", ".0e", value)
@@ -177,22 +207,22 @@ def comma_makes_a_tuple(document: Document, _: Setup) -> Iterator[Hit]:
                     yield Hit((), what, f"{name} = {one.value!r}", line=node.lineno)
 
 
-@training_rule("warning", "transformers/tokenization_utils_base.py: tokenizer.chat_template is not set")
+@training_rule("error", "transformers/tokenization_utils_base.py: tokenizer.chat_template is not set")
 def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tokenizer of a base model has no chat template: apply_chat_template stops with a ValueError."""
     used = re.search(r"\.apply_chat_template\(", document.text) if document.syntax == "python" else None
     texts = " ".join(one.text for one in setup.of("training"))
-    if not used or re.search(
-        r"chat_template\s*=|get_chat_template|setup_chat_format|chat_template_path", texts
-    ):
+    if not used or re.search(r"chat_template\s*=|get_chat_template|setup_chat_format|template_path", texts):
         return
-    program, known = known_values(document, setup)
-    made = [one for one in within(program) if re.search(r"Tokenizer\w*\.from_pre", ast.unparse(one.func))]
+    known, found = known_values(document, setup), calls(document, "from_pretrained")
+    made = [one for one in found if re.search(r"Tokenizer\w*\.from_pre", ast.unparse(one.func))]
     models = [str(known.value(one.args[0])) for one in made if one.args]
     if models and all(_BASE.search(name.lower().rpartition("/")[2]) for name in models):
         what = f"the tokenizer of {models[0]} has no chat template: ValueError"
         fix = "tokenizer.chat_template = ..., or the instruct model's tokenizer"
-        yield Hit((), what, fix, line=line_at(document.text, used.start()))
+        sure = not re.search(r"(?<!apply_)chat_template|\bexcept\b", texts)  # else it may not be called
+        severity: Severity = "error" if sure else "warning"
+        yield Hit((), what, fix, severity=severity, line=line_at(document.text, used.start()))
 
 
 @training_rule("error", "torch/utils/data/dataloader.py: sampler option is mutually exclusive with shuffle")
@@ -221,9 +251,8 @@ def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("warning", "torch/amp/grad_scaler.py; fp16's smallest number is 6e-8")
 def fp16_without_scaler(document: Document, _: Setup) -> Iterator[Hit]:
     """Gradients of fp16 autocast need a loss scale: small ones become 0."""
-    own = ".backward(" in document.text and not re.search(
-        r"Scaler|Accelerator\(|deepspeed|[Ll]ightning|Fabric|Trainer\(|bfloat16", document.text
-    )
+    others = r"Scaler|Accelerator\(|deepspeed|[Ll]ightning|Fabric|Trainer\(|bfloat16"
+    own = ".backward(" in document.text and not re.search(others, document.text)
     for call in calls(document, "autocast") if own else ():
         if re.search(r"torch\.(float16|half)\b", ast.unparse(call)):
             yield Hit((), fix="torch.amp.GradScaler, or dtype=torch.bfloat16", line=call.lineno)
@@ -241,8 +270,7 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")
 def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
-    scaled = (
-        re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text) and "unscale_(" not in document.text
-    )
-    for call in calls(document, "clip_grad_norm_", "clip_grad_value_") if scaled else ():
+    scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
+    clips = calls(document, "clip_grad_norm_", "clip_grad_value_")
+    for call in clips if scaled and "unscale_(" not in document.text else ():
         yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)

@@ -8,9 +8,9 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, rule, training_rule
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, is_optimizer, training_rule
+from shardwise.lint.rules.training import calls, is_optimizer
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import as_number, closest, names, table
 from shardwise.lint.setup import Setup
@@ -91,10 +91,7 @@ def unknown_optimizer_parameter(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("error", f"{_BASIC}, _configure_lr_scheduler; run with 0.19.8")
 def text_for_a_number(document: Document, _: Setup) -> Iterator[Hit]:
-    """Parameters are passed on unchanged: torch's AdamW stops with a TypeError at `"lr": "1e-5"`.
-
-    A schedule stops when it is built, or at the first step.
-    """
+    """Parameters are passed on unchanged: AdamW stops with a TypeError at `"lr": "1e-5"`, schedules later."""
     for above, who in ((_PARAMS, "the optimizer"), (_SCHEDULE, "the schedule")):
         for name, value in document.section(*above).items():
             items = enumerate(value) if isinstance(value, list) else ()
@@ -175,16 +172,14 @@ def two_optimizers(document: Document, setup: Setup) -> Iterator[Hit]:
         offloads &= config.get("zero_force_ds_cpu_optimizer") is not False
         for engine, own, line in _optimizers(document, made):
             if engine and offloads and not own.startswith("DeepSpeedCPU"):
-                what = f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed stops with "
-                what += "`You are using ZeRO-Offload with a client provided optimizer`"
+                what = f"{file} offloads the optimizer, and the script gives {own}: DeepSpeed refuses it"
                 fix = f"deepspeed.ops.adam.DeepSpeedCPUAdam, or only the `optimizer` of {file}, or there "
                 yield Hit((), what, f'{fix}"zero_force_ds_cpu_optimizer" off', line=line)
             elif engine and both:
                 what = f"DeepSpeed uses the script's {own}, and silently ignores `optimizer` of {file}"
                 yield Hit((), what, "keep one of the two", severity="warning", line=line)
             elif both and setup.reader == "accelerate":
-                what = f"an optimizer in {file} and in the script: ValueError `You cannot specify an "
-                what += "optimizer in the config file and in the code at the same time`"
+                what = f"an optimizer in {file} and in the script: Accelerate stops with a ValueError"
                 fix = f"accelerate.utils.DummyOptim here, or remove `optimizer` from {file}"
                 yield Hit((), what, fix, line=line)
 

@@ -90,7 +90,6 @@ def experts_at_stage_3(document: Document, setup: Setup) -> Iterator[Hit]:
     if model is None or not model.experts or document.section(ZERO, "leaf_module"):
         return
     if stage_of(document) == 3 and model.model_type not in ("mixtral", "qwen2_moe", "qwen3_moe"):
-        what = f"{model.name} has experts: GPUs whose tokens choose different experts gather different "
-        what += "weights, and all may wait forever"
+        what = f"{model.name} has experts: GPUs that choose others gather others, and all may wait forever"
         fix = '"leaf_module": {"classes": ["its sparse MoE block"]} in zero_optimization'
         yield Hit((ZERO, "stage"), what, fix)

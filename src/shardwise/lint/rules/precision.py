@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
-from shardwise.lint.finding import Hit, Severity, rule
-from shardwise.lint.rules.training import calls, training_rule, tree_of, values_of
+from shardwise.lint.finding import Hit, Severity, rule, training_rule
+from shardwise.lint.rules.training import calls, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
@@ -36,10 +36,7 @@ def _model_precision(setup: Setup) -> tuple[str, str] | None:
 
 @rule("warning", "deepspeed/runtime/engine.py: get_data_types, communication_data_type; run with 0.19.8")
 def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
-    """DeepSpeed's default is fp32; it sends the gradients of a half-precision model in fp32, unchecked.
-
-    At stage 0 such a model has no fp32 master weights. An error if it is known to be half precision.
-    """
+    """DeepSpeed's default is fp32: it sends half-precision gradients so; stage 0 has no fp32 masters."""
     named = [document.get(name, "enabled") for name in ("bf16", "fp16", "torch_autocast", "bfloat16")]
     launched = {doc.get("mixed_precision") for doc in setup.of("accelerate")}
     asked = any(setup.training(name) in (True, AUTO) or name in launched for name in ("bf16", "fp16"))
@@ -53,8 +50,7 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
     if known:
         what = f"{evidence}, and neither `bf16` nor `fp16` is on: {kept}"
     else:
-        what = "neither `bf16` nor `fp16` is on: a model in fp32 needs twice the memory and is much slower; "
-        what += f"for a model loaded in bf16, {kept}"
+        what = f"neither `bf16` nor `fp16` is on: fp32 needs twice the memory; for a model in bf16, {kept}"
     changes = (Put((precision, "enabled"), True),) if known else ()
     severe = known and not setup.hugging_face
     fix = f'"{precision}": {{"enabled": true}}'
@@ -110,8 +106,7 @@ def accumulates_in_bf16(document: Document, _: Setup) -> Iterator[Hit]:
     sharded = document.on(*BF16) and stage_of(document) in (2, 3)
     if sharded and steps > 1 and document.get(*dtype) is None:
         what = f"{steps:g} micro-batches are accumulated in bf16, which has 8 bits of mantissa"
-        fix = '"data_types": {"grad_accum_dtype": "fp32"}: the same traffic at stages 2 and 3, 2 bytes more '
-        fix += "per parameter of the GPU's shard"
+        fix = '"data_types": {"grad_accum_dtype": "fp32"}: the same traffic, 2 bytes more per parameter'
         yield Hit(("gradient_accumulation_steps",), what, fix, (Put(dtype, "fp32"),))
 
 

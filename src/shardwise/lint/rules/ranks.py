@@ -5,16 +5,14 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit, Severity
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, distributed, is_optimizer, training_rule, tree_of, values_of
+from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
+from shardwise.lint.schema import names, table
 from shardwise.lint.setup import Setup
 
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
-_DIVIDED = re.compile(
-    r"[Ss]ampler|split_dataset_by_node|\.shard\(|num_replicas|\.prepare\w*\(|setup_dataloaders|Iterable"
-    r"|streaming=|[Ww]eb[Dd]ataset|[Ll]ightning|worker_init_fn|parallelize_module|pipelining"
-)
+_MAP_STYLE, _DIVIDED = (re.compile("|".join(names(one))) for one in ("rows_by_number", "divides_rows"))
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
     r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
     r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
@@ -29,19 +27,24 @@ _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
 _ON_GPU_0 = re.compile(
-    r"^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
-    r"(?=\)| if|\s*$)",
-    re.MULTILINE,
+    r"(?m)^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
+    r"(?=\)| if|\s*$)"
 )
 _TRAINED = re.compile(r"([\w.]+) = [\w.]+\(([\w.]+)\.parameters\(\)")
 _HELD_OUT = re.compile("(?i)val|test|dev")
 _FIXED_ORDER = re.compile("(?i)val|test|dev|shuffle=(?!True)")
 _PREPARES = ("prepare", "prepare_model", "prepare_optimizer", "prepare_data_loader")
-_UNPREPARED = {
-    "model": "the gradients of the processes are not averaged, and each trains a model of its own",
-    "optimizer": "it also steps between accumulated micro-batches, and does not undo fp16's loss scale",
-    "DataLoader": "every process trains on all rows, and the batches stay on the CPU",
-}
+_UNPREPARED: dict[str, str] = table("unprepared")
+
+
+def _of_a_library(document: Document) -> bool:
+    """Whether the script calls a Trainer that is not all its own."""
+    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    bases = {one.name: [ast.unparse(base) for base in one.bases] for one in made}
+    called = {name for name in document.uses if name.endswith("Trainer")}
+    for _ in made:
+        called = {base for name in called for base in bases.get(name, [name]) if base.endswith("Trainer")}
+    return bool(called)
 
 
 @training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
@@ -50,10 +53,10 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
     loads, program = re.search(r"\bDataLoader\(", document.text), ast.unparse(tree_of(document))
     engine = own == {"deepspeed.initialize"} and distributed(setup)
-    map_style = re.search(r"shuffle=True|load_dataset\(|TensorDataset\(|\(\w*\.?Dataset\):", program)
+    map_style = _MAP_STYLE.search(program)
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
-    used = re.sub(r"^\s*(from|import)\b.*$", "", document.text, flags=re.MULTILINE)
-    divided = _DIVIDED.search(used) or any(name.endswith("Trainer") for name in document.uses)
+    used = re.sub(r"^\s*(from|import)\b.*$", "", program, flags=re.MULTILINE)
+    divided = _DIVIDED.search(used) or _of_a_library(document)
     if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(program)):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
@@ -66,8 +69,8 @@ def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
     epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
-    trainer = any(name.endswith("Trainer") for name in document.uses)
-    if made and epochs and not (trainer or re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text)):
+    sets = re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text) or _of_a_library(document)
+    if made and epochs and not sets:
         fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
         yield Hit((), fix=fix, line=made[0].lineno)
 

@@ -6,6 +6,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.edit import Drop, Strict
 from shardwise.lint.finding import Hit, Severity, rule
+from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
 from shardwise.lint.schema import names
 from shardwise.lint.setup import READER_NAMES, Setup
@@ -33,17 +34,18 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
     keys = autos(document)
     if setup.reader is None and keys:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
-        what = f"the value is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it "
-        what += "for some keys (`stage` becomes 0) and stops at others"
-        fix = "nothing, if the Trainer or Accelerate reads this file (--reader trainer); else write the "
-        yield Hit(keys[0], what, f"{fix}values", severity="note")
+        what = (
+            f"it is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it or stops"
+        )
+        fix = "nothing, if the Trainer or Accelerate reads it (--reader trainer); else write the values"
+        yield Hit(keys[0], what, fix, severity="note")
     for key in keys if setup.reader == "deepspeed" else ():
         in_params = key[0] in ("optimizer", "scheduler")
         default = "TypeError at the start" if in_params else "it drops `auto` and uses the default"
-        what = "only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: "
         harmless = key[0] == "zero_optimization" and key[-1].endswith(("_size", "_threshold"))
         severity: Severity = "warning" if harmless else "error"
-        what += _FAILS.get(".".join(key), default)
+        effect = _FAILS.get(".".join(key), default)
+        what = f"only the Trainer and Accelerate fill in `auto`; DeepSpeed itself: {effect}"
         yield Hit(key, what, "write the value", (Drop(key),) if harmless else (), severity)
 
 
@@ -103,9 +105,7 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
 @rule("error", "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; run with 0.19.8")
 def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed refuses a key or section given twice; the others use the last, and ignore the first."""
-    for key, before in document.duplicates:
-        happens = "DeepSpeed stops with a ValueError: Duplicate keys"
-        if setup.hugging_face and setup.reader:
-            happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores line {before}"
-        what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
-        yield Hit(key, what, "keep one of the two")
+    happens = "DeepSpeed stops with a ValueError: Duplicate keys"
+    if setup.hugging_face and setup.reader:
+        happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores the first"
+    yield from given_twice(document, happens)

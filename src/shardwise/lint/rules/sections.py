@@ -20,8 +20,7 @@ def activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
     key = ("activation_checkpointing",)
     asked = any(value not in (False, None) for value in document.section(*key).values())
     if asked and setup.reader != "deepspeed":
-        what = "it only affects models that call deepspeed.checkpointing; Hugging Face models do not: "
-        what += "nothing is recomputed"
+        what = "it affects models that call deepspeed.checkpointing, and Hugging Face's do not"
         fix = "gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()"
         changes = (Drop(key),) if setup.hugging_face else ()
         yield Hit(key, what, fix, changes, "warning" if setup.hugging_face else "note")
@@ -57,8 +56,7 @@ def throughput_timer(document: Document, _: Setup) -> Iterator[Hit]:
         value = document.get(*timer, name)
         if value in (False, 0, AUTO) or WORDS.get(str(value).lower()) is False:
             return
-    what = "DeepSpeed's throughput timer is on: to log samples per second the process waits for the GPU "
-    what += "twice per micro-batch"
+    what = "DeepSpeed's throughput timer is on: the process waits for the GPU twice per micro-batch"
     fix = '"timers": {"throughput": {"enabled": false}}; or "synchronized": false, which keeps the log'
     yield Hit(next(iter(sections), ()), what, fix, (Put((*timer, "enabled"), False),))
 

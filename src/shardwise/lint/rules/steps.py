@@ -7,15 +7,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit
+from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.rules.loop import made_by, stepped
-from shardwise.lint.rules.training import is_optimizer, training_rule, tree_of
+from shardwise.lint.rules.training import is_optimizer, tree_of
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
-_NORMALISED = re.compile(  # by hand, in whatever way
-    r"(loss|grad|scale)\w*[^\n]*?(/|\.div|\.mul)|/ *\(?[\w.]*accum|backward\([^\n]*[/*]|'sum'|\.sum\(\)"
-)
+_NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _DEEPEST, _MOST = 3, 20_000  # functions within one another; calls, which these can multiply
 
 
@@ -40,9 +39,8 @@ def _runs(body: Sequence[ast.stmt], own: dict[str, ast.FunctionDef], deep: int =
     tests: tuple[ast.expr, ...] = ()
     for one in body:
         blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
-        inner = [part for block in blocks for part in block] + [
-            part for handler in getattr(one, "handlers", []) for part in handler.body
-        ]
+        blocks += [handler.body for handler in getattr(one, "handlers", [])]
+        inner = [part for block in blocks for part in block]
         if isinstance(one, ast.If):
             for run in _runs(one.body, own, deep):
                 yield run._replace(tests=(*tests, one.test, *run.tests))
@@ -97,31 +95,33 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
             what = (
-                f"the optimizer steps after {count} micro-batches, whose gradients add up: they are {count} "
+                f"the gradients of {count} micro-batches add up: {count} times as large, and cut by clipping"
             )
-            what += "times as large, and clipping cuts nearly every step"
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
 @training_rule("error", "torch/optim/lr_scheduler.py: step")
 def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
-    """The schedule counts the optimizer's steps, and advances at each micro-batch: it ends too early."""
-    program = tree_of(document)
-    given = {
-        ast.unparse(one.targets[0]): one.value for one in ast.walk(program) if isinstance(one, ast.Assign)
-    }
+    """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
+    assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
+    given = {ast.unparse(one.targets[0]): one.value for one in assigned}
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         for run in loop.runs:
             name = stepped(run.call)
-            often = loop.every is not None and not any([*_moduli(test)] for test in run.tests)
-            made = given.get(name) if "sched" in name.lower() and often else None
-            if isinstance(made, ast.Call) and loop.every is not None:
-                count = ast.unparse(loop.every).removeprefix("self.")
-                texts = " ".join(_followed(made, given))
-                if re.search(rf"//? *\(?([\w.]*{re.escape(count)}|[\w.]*accum)", texts):
-                    what = "the schedule was made for the optimizer's steps, and advances at each of the "
-                    what += f"{count} micro-batches of one: it ends after 1/{count} of the training"
-                    yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
+            often = not any([*_moduli(test)] for test in run.tests)
+            made = given.get(name) if "sched" in name.lower() else None
+            if not isinstance(made, ast.Call) or loop.every is None:
+                continue
+            count = ast.unparse(loop.every).removeprefix("self.")
+            texts = " ".join(_followed(made, given))
+            of_steps = re.search(rf"//? *\(?([\w.]*{re.escape(count)}|[\w.]*accum)", texts)
+            if often and of_steps:
+                what = f"the schedule counts steps, and advances at micro-batches: it ends after 1/{count}"
+                yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
+            of_batches = re.search(r"\blen\([\w.]*load", texts) and not re.search("/|accum|_steps", texts)
+            if not often and of_batches:
+                what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
+                yield Hit((), what, f"its number of steps / {count}", severity="warning", line=made.lineno)
 
 
 def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:

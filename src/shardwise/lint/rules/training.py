@@ -4,27 +4,26 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Rename
-from shardwise.lint.finding import Hit, rule
+from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names, table
+from shardwise.lint.script_inputs import Inputs
 from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
 _TRAINER_KEYS, _PLUGIN_KEYS = (
-    [
-        (tuple(key.split(".")), name, next(iter(default), None))
-        for key, name, *default in table("compared")[of]
-    ]
-    for of in ("trainer", "plugin")
+    [(tuple(key.split(".")), name, next(iter(default), None)) for key, name, *default in rows]
+    for rows in (table("compared")[of] for of in ("trainer", "plugin"))
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 _DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
@@ -40,8 +39,6 @@ _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _PLEASE = "`Please correct the following DeepSpeed config values`"
-
-training_rule = partial(rule, versions="", kind="training")
 
 
 def zero_stage(setup: Setup) -> int | None:
@@ -69,6 +66,20 @@ def _program(text: str) -> ast.Module:
 
 
 _values = lru_cache(maxsize=8)(Values)
+
+
+def known_values(document: Document, setup: Setup) -> Values:
+    """The same with the flags of a script's commands, and the defaults of flags and parameters."""
+    last, flags = Path(document.name).name, dict[str, Any]()
+    for one in setup.of("training"):
+        if one.syntax == "shell" and Path(str(one.get("script"))).name == last:
+            flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
+    return _valued(tree_of(document), json.dumps(flags, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _valued(program: ast.Module, flags: str) -> Values:
+    return Values(program, Inputs(json.loads(flags)))
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
@@ -103,9 +114,10 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
-        what = f'"{value}" spreads the model over all GPUs of the machine, in every process; under a '
-        what += "distributed launch Accelerator.prepare stops: `You can't train a model that has been loaded "
-        what += "with device_map='auto' in any distributed mode`"
+        what = f'"{value}" spreads the model over all GPUs, in every process: Accelerator.prepare stops, '
+        what += (
+            "`You can't train a model that has been loaded with device_map='auto' in any distributed mode`"
+        )
         yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
 
 
@@ -135,11 +147,8 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
             ways_out = [f"{old} is {now[old]}" if now[old] else f"remove {old}" for old in found]
             names_ = ", ".join(f"`{old}`" for old in found)
             what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-            changes = tuple(
-                Rename((old,), now[old], given[old])
-                for old in found
-                if now[old].isidentifier() and old in given
-            )
+            renamed = [old for old in found if now[old].isidentifier() and old in given]
+            changes = tuple(Rename((old,), now[old], given[old]) for old in renamed)
             fix = f"{', '.join(ways_out)}; or an earlier version"
             yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
 
@@ -159,8 +168,7 @@ def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
             certain = setup.reader == "trainer" and "lora" not in document.text.lower()
             yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
         if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
-            what = f"every process loads the entire quantised model, and {bits}-bit weights kept as integers "
-            what += "are not sharded like the others: frameworks refuse it, or the run is reported to fail"
+            what = f"{bits}-bit weights kept as integers are not sharded: frameworks refuse it, or it fails"
             fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")
         elif stage in (2, 3):
@@ -228,8 +236,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
         if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
             each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
             words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
-            what = f"the command does not give {words}, which {config.name} does: unless the script has "
-            what += f"another default, the Trainer stops: {_PLEASE}"
+            what = f"{config.name} gives {words}, and the command does not: the Trainer may stop, {_PLEASE}"
             yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")
 
 
@@ -262,10 +269,10 @@ def fsdp_and_deepspeed(document: Document, _: Setup) -> Iterator[Hit]:
 def given_to_trainers(
     document: Document, setup: Setup, *, every: bool = False
 ) -> list[tuple[dict[Any, Any], int | None]]:
-    """What each call, command or file (`every`: whoever reads it) gives the Trainer; the call's line."""
+    """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
-    values, classes = values_of(document), (*_PLAIN, *names("trl_arguments"))
-    for call in calls(document, *classes):
+    values = known_values(document, setup) if every else values_of(document)
+    for call in calls(document, *_PLAIN, *names("trl_arguments")):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
@@ -303,8 +310,7 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
                 continue
             alike, does = _SHAPES.get(used, (used.lower().removesuffix("w"), ""))
             if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
-                what = f"`{name}` is {asked}, but {config.name} has the {section} {used}, which the Trainer "
-                what += f"uses instead, silently{does}"
+                what = f"`{name}` is {asked}, but the Trainer silently uses {used} of {config.name}{does}"
                 yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
 
 
@@ -345,8 +351,7 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
         yield Hit((), what, "name the command or file with the values, too, or write them in the script")
     elif _OF_FRAMEWORKS & document.values.keys():
-        what = "of this framework's file only batch, precision, quantisation, LoRA, the Trainer's arguments "
-        what += "and the DeepSpeed file that it names are checked"
+        what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
 
 

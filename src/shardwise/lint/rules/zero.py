@@ -15,8 +15,8 @@ ZERO = "zero_optimization"
 
 STAGE_3_ONLY: dict[str, Any] = table("stage_3_only") | dict.fromkeys(names("stage_3_keys"))
 """Keys that only stage 3 reads, with the value that requests nothing, or None."""
-WITHOUT_EFFECT: dict[Key, tuple[str, Any, Severity, str]] = by_key("without_effect")
-"""Stages that do not read a setting; the value that requests nothing; how bad it is; what happens."""
+WITHOUT_EFFECT: dict[Key, list[tuple[str, Any, Severity, str]]] = by_key("without_effect")
+"""Stages that have no such setting; the value that requests nothing; how bad it is; what happens."""
 SMALLEST_BUCKET = 4_194_304  # elements of a 2048 x 2048 matrix, the smallest projections of a 1B model
 LARGE_MATRIX = 1 << 24  # a gradient of 32 MiB in bf16 saturates a link: larger buckets gain nothing
 
@@ -46,8 +46,8 @@ def stage_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """The default stage is 0: a section full of settings, and nothing is sharded."""
     if document.section(ZERO) and not document.has(ZERO, "stage"):
         old = any(document.has(ZERO, name) for name in ("cpu_offload", "cpu_offload_param"))
-        what = "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys of the "
-        what += "section have no effect" + (" (the old keys do not set the stage either)" if old else "")
+        what = "without `stage` DeepSpeed trains at stage 0: nothing is sharded, and the other keys are idle"
+        what += " (the old keys do not set the stage either)" * old
         yield Hit((ZERO,), what, '"stage": 1, 2 or 3')
 
 
@@ -76,8 +76,9 @@ def stage_3_key_below_stage_3(document: Document, _: Setup) -> Iterator[Hit]:
 
 @rule("note", "deepspeed/runtime/engine.py: what each setting is given to; run with 0.19.8")
 def setting_without_effect(document: Document, _: Setup) -> Iterator[Hit]:
-    """DeepSpeed accepts the setting, and at this stage never reads it."""
-    for key, (stages, nothing, severity, what) in WITHOUT_EFFECT.items():
+    """DeepSpeed accepts the setting, and at this stage never reads it, or stops at it later."""
+    rows = ((key, *row) for key, held in WITHOUT_EFFECT.items() for row in held)
+    for key, stages, nothing, severity, what in rows:
         if document.get(*key) not in (None, AUTO, nothing) and str(stage_of(document)) in stages:
             yield Hit(key, what, changes=(Drop(key),), severity=severity)
 
@@ -93,8 +94,7 @@ def small_reduce_bucket(document: Document, setup: Setup) -> Iterator[Hit]:
     matrix = f"{hidden} x {hidden} matrix of {model.name}" if hidden and model else "matrix of a 1B model"
     effect = "every larger gradient is reduced alone: many small collectives"
     if stage == 3:
-        effect = "at stage 3 every larger gradient is reduced alone: one collective per matrix, "
-        effect += "and nothing collected"
+        effect = "at stage 3 every larger gradient is reduced alone: one collective per matrix"
     what = f"{bucket:,.0f} elements are less than one {matrix} ({least:,}): {effect}"
     fix = "remove it (500,000,000: 1 GB in bf16), or about 50,000,000 if memory is short"
     yield Hit(key, what, fix, (Put(key, 50_000_000),))
@@ -125,8 +125,7 @@ def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in known)
     if stage_of(document) != 3 or asked or setup.reader == "deepspeed":
         return  # the user's own DeepSpeed loop may never save a full model
-    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
-    what += "`save_16bit_model` nothing"
+    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint"
     fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
     severity: Severity = "warning" if setup.hugging_face else "note"
     yield Hit((ZERO, name), what, fix, (Put((ZERO, name), True),), severity)
