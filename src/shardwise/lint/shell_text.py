@@ -95,9 +95,10 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
         quote = text[start.start(1) - 1 : start.start(1)]
         end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`
-        rows = text[start.start() : len(text) if end < 0 else end].split("\n")
+        before = text[start.start() : start.start(1)].replace("\\\n", " ")  # variables on lines of their own
+        rows = (before + text[start.start(1) : len(text) if end < 0 else end]).split("\n")
         known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
-        return line_at(text, start.start()), rows, start[1], known, quoted, False
+        return line_at(text, start.start(1)), rows, start[1], known, quoted, False
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):
             continue

@@ -177,3 +177,13 @@ def test_no_text_takes_long(name: str) -> None:
     with contextlib.suppress(UnreadableError):  # no command in most of them
         read_shell(LONG[name], "run.sh", plain=True)
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("between", [" ", " \\\n", " \\\n  NCCL_DEBUG=INFO \\\n"])
+def test_a_launcher_may_stand_below_its_variables(between: str) -> None:
+    text = f"cd code\nCUDA_VISIBLE_DEVICES=0{between}deepspeed train.py \\\n  --lr 1e-5\n"
+    document = read_shell(text, "run.sh")
+    found = {key: document.values[key] for key in ("launcher", "script", "lr", "CUDA_VISIBLE_DEVICES")}
+    assert found == {"launcher": "deepspeed", "script": "train.py", "lr": 1e-5, "CUDA_VISIBLE_DEVICES": 0}
+    assert document.marks["launcher",].line == 2 + between.count("\n")
+    assert document.marks["lr",].line == 3 + between.count("\n")
