@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, MachineError
+from shardwise.folders import replace_json
 from shardwise.job.load import differences
 from shardwise.record.read import LOCK, read_events, text_of
-from shardwise.record.write import locked, redact_tree, replace_json
+from shardwise.record.write import locked, redact_tree
 
 BENCH = "bench.json"
 ROWS = "rows.jsonl"
