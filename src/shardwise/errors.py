@@ -15,10 +15,11 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,11 @@ class ShardwiseError(Exception):
         super().__init__(what)
         self.problems: tuple[Problem, ...] = tuple(problems) or (Problem(what=what, where=where, fix=fix),)
         self.headline = what if problems else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """For another process, which `restored` shows it in."""
+        problems = [asdict(problem) for problem in self.problems]
+        return {"exit_code": self.exit_code, "headline": self.headline, "problems": problems}
 
     def __str__(self) -> str:
         return render(self).removeprefix(f"{self.title}: ")
@@ -80,6 +86,15 @@ class CheckpointError(ShardwiseError):
 class StoppedError(ShardwiseError):
     exit_code = 75
     title = "stopped"  # nothing is wrong: it was asked for
+
+
+def restored(values: Mapping[str, Any]) -> ShardwiseError:
+    """The error of another process, as `to_json` gave it."""
+    problems = [Problem(**problem) for problem in values["problems"]]
+    kind = StoppedError if values["exit_code"] == StoppedError.exit_code else ShardwiseError
+    error = kind(problems[0].what, problems=problems)
+    error.exit_code, error.headline = values["exit_code"], values["headline"]
+    return error
 
 
 def what_of(error: BaseException) -> str:

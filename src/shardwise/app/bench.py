@@ -13,6 +13,7 @@ from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts, train
 from shardwise.hardware.detect import detect_hardware, driver_version, gpu_count
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
+from shardwise.launch import handled
 from shardwise.planner.planning import Making, make_plan
 from shardwise.record.bench import SCHEMA, BenchRecord, append, opened, read_bench
 from shardwise.record.environment import environment
@@ -136,13 +137,13 @@ def _run(rows: Sequence[Row], settings: Settings, head: dict[str, Any], say: Cal
         if asked:
             sys.exit(128 + asked[0])  # and so through every `finally`, which ends the row's processes
 
-    with opened(settings.folder, head):
+    # what a handler raises is lost where Python calls it within a callback, such as one of a fork
+    noted = handled((signal.SIGTERM,), lambda number, _: asked.append(number))
+    with opened(settings.folder, head), noted:
         done = {row["key"] for row in read_bench(settings.folder).rows if row.get("status") in FINAL}
         waiting = [row for row in rows if row.key not in done]
         if len(waiting) < len(rows):
             say(f"{len(rows) - len(waiting)} of {len(rows)} are done already, in {settings.folder}")
-        # what a handler raises is lost where Python calls it within a callback, such as one of a fork
-        before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         each = "GPU" if head["environment"]["gpus"] else "process"
         try:
             results = run_rows(waiting, replace(settings, look=look))
@@ -155,8 +156,6 @@ def _run(rows: Sequence[Row], settings: Settings, head: dict[str, Any], say: Cal
         except KeyboardInterrupt:
             say(f"stopped; the same command continues in {settings.folder}")
             raise
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 def _outcome(result: dict[str, Any], each: str) -> str:

@@ -19,22 +19,12 @@ from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
+from shardwise.launch import resume as resuming
 from shardwise.launch.control import excuse
 from shardwise.launch.hostfile import Host, own_address, read_hostfile, this_first
 from shardwise.launch.local import launch
 from shardwise.launch.nodes import Nodes, chosen, free_port
 from shardwise.launch.restart import Restarts
-from shardwise.launch.resume import (
-    check_nodes,
-    check_same_job,
-    finished,
-    job_file,
-    last_choice,
-    processes_of,
-    resume_command,
-    set_aside,
-    step_named,
-)
 from shardwise.launch.slurm import nodes_of_step, share_secret, stopped_in_time
 from shardwise.launch.spec import LaunchSpec
 from shardwise.launch.ssh import launch_on
@@ -188,15 +178,15 @@ def _finished(job: AnyJob, changes: Sequence[str], max_steps: int | None) -> Pat
     loaded, folder = _named(job, changes, resume=True, needs_data=False)
     if not is_run_folder(folder) or not step_folders(folder / "checkpoints"):
         return None
-    check_same_job(loaded, folder)
-    if said := finished(folder, loaded.job, max_steps):
+    resuming.check_same_job(loaded, folder)
+    if said := resuming.finished(folder, loaded.job, max_steps):
         print(said, file=sys.stderr)
     return folder if said else None
 
 
 def _named(job: AnyJob, changes: Sequence[str], *, resume: bool, needs_data: bool) -> tuple[LoadedJob, Path]:
     """The job of a value, a file or a run folder, and its run folder."""
-    if isinstance(job, Job) or (file := job_file(Path(job), resume=resume)) == Path(job):
+    if isinstance(job, Job) or (file := resuming.job_file(Path(job), resume=resume)) == Path(job):
         loaded = read(job, changes, needs_data=needs_data)
         return loaded, Path(loaded.job.output) / loaded.job.name
     return read(file, changes, needs_data=needs_data), Path(job)
@@ -294,16 +284,16 @@ def _spec(
     if resume_or_start:
         resume = resume or bool(step_folders(folder / "checkpoints"))
         if not resume and not options["dry_run"] and first:
-            set_aside(folder)
+            resuming.set_aside(folder)
     if resume or not (options["dry_run"] or (resume_or_start and not first)):
         _check_folder(folder, resume=resume)
     count = 1 if nodes is None else nodes.count
     if resume:
-        check_same_job(loaded, folder)
+        resuming.check_same_job(loaded, folder)
         if nodes is None:
-            check_nodes(folder)
+            resuming.check_nodes(folder)
         _check_budget(asked, folder)
-        processes = processes or processes_of(folder, nodes=count)
+        processes = processes or resuming.processes_of(folder, nodes=count)
     processes = processes or (1 if asked.strategy == "single" else max(1, gpus))
     if simulate_power and gpus:
         what = "--simulate-power rehearses on the CPU, and there are GPUs here"
@@ -319,9 +309,9 @@ def _spec(
         processes=processes,
         nodes=nodes,
         resume=resume,
-        resume_from=None if resume_from is None else step_named(folder, resume_from),
+        resume_from=None if resume_from is None else resuming.step_named(folder, resume_from),
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
-        chosen=last_choice(folder, asked, processes * count) if resume else None,
+        chosen=resuming.last_choice(folder, asked, processes * count) if resume else None,
         **{**options, "command": list(options["command"])},
     )
     return spec, folder
@@ -370,6 +360,6 @@ def _check_folder(folder: Path, *, resume: bool) -> None:
     if resume and not is_run_folder(folder):
         raise JobError("there is no run to resume", where=str(folder), fix="run without --resume")
     if not resume and folder.is_dir() and any(folder.iterdir()):
-        resuming = f"`{resume_command(folder)}` continues it; " if is_run_folder(folder) else ""
+        goes_on = f"`{resuming.resume_command(folder)}` continues it; " if is_run_folder(folder) else ""
         what = "the run folder exists already"
-        raise JobError(what, where=str(folder), fix=f"{resuming}--set name={folder.name}-2 starts another")
+        raise JobError(what, where=str(folder), fix=f"{goes_on}--set name={folder.name}-2 starts another")

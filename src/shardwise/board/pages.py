@@ -104,7 +104,7 @@ def compare_page(paths: Mapping[str, Path]) -> str:
     rows: list[Row] = []
     for name, path in paths.items():
         if is_bench_folder(path):
-            bench = read_bench(path, to_show=True)
+            bench = read_bench(path)
             more = {"remark": " on ".join(about(bench.head["job"]))}
             rows += [{**row, **more, "label": f"{name}/{title(row)}", "sweep": {}} for row in bench.rows]
         else:

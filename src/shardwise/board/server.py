@@ -94,7 +94,7 @@ class Board:
         shown: dict[str, Callable[[dict[str, Path]], str]] = {
             "/": lambda _: pages.render("start.html.j2", title="Runs", folder=self._folder),
             "/run": lambda paths: pages.run_page(*_first(paths)),
-            "/bench": lambda paths: bench_page(read_bench(_first(paths)[1], to_show=True), on_board=True),
+            "/bench": lambda paths: bench_page(read_bench(_first(paths)[1]), on_board=True),
             "/report": lambda paths: run_page(few_events(paths), on_board=True),
             "/compare": pages.compare_page,
             "/plan": lambda _: pages.plan_page(),

@@ -40,7 +40,7 @@ def _report_bench(path: Path, html: Path | None, *, as_json: bool) -> None:
     from shardwise.record.bench import read_bench
     from shardwise.report import bench as of_bench
 
-    bench = read_bench(path, to_show=True)
+    bench = read_bench(path)
     if html is not None:
         from shardwise.report.html.pages import bench_page
 

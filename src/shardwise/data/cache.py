@@ -26,7 +26,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import os
 import platform
 import shutil
 from array import array
@@ -40,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import MachineError
+from shardwise.folders import replace_text, sync
 
 FORMAT = 4  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
@@ -146,7 +146,7 @@ class Writer:
             self._tokens.flush()
             self._trained.flush()
             for name in COLUMNS:
-                _make_durable(self._folder / f"{name}.bin")
+                sync(self._folder / f"{name}.bin")
             _seal(self._folder, note)
 
 
@@ -221,10 +221,7 @@ def _seal(entry: Path, note: dict[str, Any]) -> None:
     """Write meta.json for the columns in the folder, durable and all or nothing."""
     blocks = {name: list(_hashes(entry / f"{name}.bin")) for name in COLUMNS}
     meta = {"bytes": _sizes(entry), "sha256": _content(blocks), "blocks": blocks, "note": note}
-    partial = entry / "meta.json.partial"
-    partial.write_text(json.dumps(meta), encoding="utf-8")
-    _make_durable(partial)
-    partial.replace(entry / "meta.json")
+    replace_text(entry / "meta.json", json.dumps(meta))
 
 
 def _hashes(path: Path) -> Iterator[str]:
@@ -250,11 +247,6 @@ def _map(path: Path, dtype: Any) -> npt.NDArray[Any]:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def _make_durable(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from shardwise.folders import replace_json
+
 State = dict[str, Any]
-PowerModel = Callable[[float, float, float], float]
-"""Watts that a card draws, from its load (0 to 1), its power limit in watts and the time in seconds."""
 
 TICK_SECONDS = 0.1  # the energy counter of an H100 or H200 advances in such steps
 MAX_CLOCK_MHZ, MIN_CLOCK_RATIO = 1980, 0.1
@@ -60,19 +60,17 @@ def create(file: str | Path, cards: int = 1, *, root: bool = True, **changes: An
     now = time.time()
     gpus = [{"uuid": f"GPU-fake-{number}", "seconds": now, **CARD, **changes} for number in range(cards)]
     path = Path(file).absolute()
-    _write(path, {"driver": "580.95.05", "root": root, "fails": {}, "slow_seconds": {}, "clients": [],
-                  "calls": [], "gpus": gpus})  # fmt: skip
+    replace_json(path, {"driver": "580.95.05", "root": root, "fails": {}, "slow_seconds": {}, "clients": [],
+                        "calls": [], "gpus": gpus})  # fmt: skip
     return path
 
 
 class FakeNvml:
     """The module pynvml on cards that are a file. A handle is a card's UUID."""
 
-    def __init__(
-        self, file: str | Path, *, watts: PowerModel | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
-        """`watts` replaces the cards' own power model. OSError, ValueError, KeyError for a bad `file`."""
-        self.file, self._watts, self._clock = Path(file).absolute(), watts, clock
+    def __init__(self, file: str | Path, *, clock: Callable[[], float] = time.time) -> None:
+        """OSError, ValueError, KeyError for a bad `file`."""
+        self.file, self._clock = Path(file).absolute(), clock
         self._real = importlib.import_module("pynvml")  # for its constants and classes of errors
         if not all({"uuid", "seconds", *CARD} <= set(gpu) for gpu in self.state()["gpus"]):
             raise KeyError(f"a card lacks one of {', '.join(CARD)}")
@@ -97,7 +95,7 @@ class FakeNvml:
             fcntl.flock(lock, fcntl.LOCK_EX)
             state = self.state()
             yield state
-            _write(self.file, state)
+            replace_json(self.file, state)
 
     def change(self, uuid: str, **fields: Any) -> None:
         """Change a card as nature or another person would, `load=0.9`: its energy so far is counted first."""
@@ -199,29 +197,27 @@ class FakeNvml:
                 self._count(gpu)
                 gpu["power_limit_watts"] = gpu["power_default_watts"]
 
-    def draw_watts(self, gpu: State, seconds: float | None = None) -> float:
-        """What a card of the state draws at a time, now if there is none."""
-        load, limit, at = gpu["load"], gpu["power_limit_watts"], self._clock() if seconds is None else seconds
-        return self._watts(load, limit, at) if self._watts else min(limit, _demand_watts(gpu))
-
     def joules(self, gpu: State) -> float:
         """What the counter of a card of the state shows now: the energy up to the last tick."""
         tick = math.floor(self._clock() / TICK_SECONDS) * TICK_SECONDS
         if tick <= gpu["seconds"]:
             return float(gpu["counted_joules"])
-        return float(gpu["joules"] + self._integral(gpu, tick))
+        return float(gpu["joules"] + _joules_until(gpu, tick))
 
     def _count(self, gpu: State) -> None:
         now = self._clock()
-        gpu.update(counted_joules=self.joules(gpu), joules=gpu["joules"] + self._integral(gpu, now))
+        gpu.update(counted_joules=self.joules(gpu), joules=gpu["joules"] + _joules_until(gpu, now))
         gpu["seconds"] = max(now, gpu["seconds"])
 
-    def _integral(self, gpu: State, end: float) -> float:
-        """Joules from the card's last count to `end`: midpoints of ticks, or of 100 parts of a long time."""
-        start, span = gpu["seconds"], max(0.0, end - gpu["seconds"])
-        parts = min(100, max(1, round(span / TICK_SECONDS)))
-        middles = [start + span * (part + 0.5) / parts for part in range(parts)]
-        return float(sum(self.draw_watts(gpu, middle) for middle in middles) * span / parts)
+
+def _joules_until(gpu: State, end: float) -> float:
+    """Since the card's last count: nothing has changed its load or limit from then on."""
+    return draw_watts(gpu) * max(0.0, end - float(gpu["seconds"]))
+
+
+def draw_watts(gpu: State) -> float:
+    """What a card of the state draws."""
+    return float(min(gpu["power_limit_watts"], _demand_watts(gpu)))
 
 
 def _demand_watts(gpu: State) -> float:
@@ -253,7 +249,7 @@ def _fields(fake: FakeNvml, gpu: State, fields: list[Any]) -> list[Any]:
     """Power, average or now, of the card alone; other fields and scopes are not supported."""
     known = (fake.NVML_FI_DEV_POWER_INSTANT, fake.NVML_FI_DEV_POWER_AVERAGE)
     pairs = [field if isinstance(field, tuple) else (field, 0) for field in fields]
-    value = SimpleNamespace(uiVal=round(fake.draw_watts(gpu) * 1000))
+    value = SimpleNamespace(uiVal=round(draw_watts(gpu) * 1000))
     codes = [0 if name in known and scope == 0 else fake.NVML_ERROR_NOT_SUPPORTED for name, scope in pairs]
     return [SimpleNamespace(nvmlReturn=code, value=value) for code in codes]
 
@@ -273,7 +269,7 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "nvmlDeviceGetComputeRunningProcesses": lambda *_: [],
     "nvmlDeviceGetPersistenceMode": lambda _, gpu: gpu["persistence"],
     "nvmlDeviceGetTotalEnergyConsumption": lambda fake, gpu: round(fake.joules(gpu) * 1000),
-    "nvmlDeviceGetPowerUsage": lambda fake, gpu: round(fake.draw_watts(gpu) * 1000),
+    "nvmlDeviceGetPowerUsage": lambda _, gpu: round(draw_watts(gpu) * 1000),
     "nvmlDeviceGetPowerManagementLimit": _milliwatts("power_limit_watts"),
     "nvmlDeviceGetEnforcedPowerLimit": _milliwatts("power_limit_watts"),
     "nvmlDeviceGetPowerManagementDefaultLimit": _milliwatts("power_default_watts"),
@@ -282,7 +278,7 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "nvmlDeviceGetCurrentClocksEventReasons": lambda _, gpu: _clock_reasons(gpu),
     "nvmlDeviceGetClockInfo": lambda _, gpu, *__: round(MAX_CLOCK_MHZ * _clock_ratio(gpu)),
     "nvmlDeviceGetMaxClockInfo": lambda *_: MAX_CLOCK_MHZ,
-    "nvmlDeviceGetTemperature": lambda fake, gpu, *__: round(30 + fake.draw_watts(gpu) / 15),
+    "nvmlDeviceGetTemperature": lambda _, gpu, *__: round(30 + draw_watts(gpu) / 15),
     "nvmlDeviceGetUtilizationRates": lambda _, gpu: SimpleNamespace(
         gpu=round(gpu["load"] * 100), memory=round(gpu["load"] * 50)
     ),
@@ -296,10 +292,3 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _write(file: Path, state: State) -> None:
-    """At once: a process that is killed here leaves the state before or the one after."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(state), encoding="utf-8")
-    part.replace(file)

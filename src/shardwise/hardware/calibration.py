@@ -7,7 +7,6 @@ links replace those of the catalog; other measurements do not.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter
 
 from shardwise.device.find import find
-from shardwise.folders import cache_root
+from shardwise.folders import cache_root, replace_json
 from shardwise.hardware.hardware import Hardware
 
 SCHEMA = 1
@@ -84,9 +83,7 @@ def save(calibration: Calibration) -> Path:
     """Write it, complete or not at all, where `load` finds it. OSError where the cache cannot be written."""
     path = _path(calibration.device, calibration.count, calibration.driver)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_text(json.dumps(calibration.to_json(), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_json(path, calibration.to_json())
     return path
 
 

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import NamedTuple
@@ -213,12 +213,8 @@ class Pulse:
         problems = [Problem(what=first.in_words(), where=f"process {worker.process.pid}")]
         problems += [Problem(what=one.in_words()) for one in seen if one is not first]
         problems[-1] = replace(problems[-1], fix=fix)
-        worker.report = {
-            "exit_code": MachineError.exit_code,
-            "headline": headline,
-            "problems": [asdict(problem) for problem in problems],
-            "follows": not alone and all(one.waits for one in seen),
-        }
+        follows = not alone and all(one.waits for one in seen)
+        worker.report = {**MachineError(headline, problems=problems).to_json(), "follows": follows}
         worker.failed_at = time.time()
 
 

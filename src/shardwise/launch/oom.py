@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DoesNotFitError, Problem, ShardwiseError
+from shardwise.folders import replace_json
 from shardwise.launch.spec import Ending, Launcher, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_run_folder
 from shardwise.record.schema import OUT_OF_MEMORY
-from shardwise.record.write import replace_json
 
 MOST_RETRIES = 3  # Each needs less than all before; where three do not help, the cause is not the strategy
 POST_MORTEM_SECONDS = 600.0  # Planning takes seconds; a model of thousands of blocks on one core, minutes

@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.errors import MachineError, ShardwiseError
+from shardwise.folders import replace_text
 from shardwise.launch.spec import Ending, LaunchSpec
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import EVENTS, is_run_folder, read_events
 from shardwise.record.restarts import BEGAN, ENDED, FAILED, LOG, read_restarts, restarts_of
-from shardwise.record.write import redact, replace_text
+from shardwise.record.write import redact
 
 WORTH_A_TRY = (ShardwiseError.exit_code, MachineError.exit_code)
 MOST_IN_A_ROW = 5  # Failures without a new checkpoint between them

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from shardwise.errors import ShardwiseError
+from shardwise.folders import replace_json
 from shardwise.launch.nodes import Nodes, Place
-from shardwise.record.write import replace_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import MachineError, Problem
-from shardwise.launch import die_with
+from shardwise.launch import die_with, handled
 from shardwise.launch.hostfile import Host
 from shardwise.launch.nodes import SECRET
 from shardwise.launch.remote import HELLO, greeting
@@ -88,7 +88,7 @@ def launch_on(
         for remote in remotes:
             remote.order(commands[remote.rank], environment)
         first = _start(commands[0], env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
-        with _passed_to(first):
+        with handled(_SIGNALS, lambda number, _: first.send_signal(number)):  # it tells the others
             _watch(first, remotes)
         _wait(remotes, _FOLLOW_SECONDS)
         codes = [first.returncode, *(remote.process.returncode for remote in remotes)]
@@ -147,20 +147,6 @@ def _useless(remote: Remote) -> Problem:
     elif "cd: " in lines[-1]:
         fix = "use the same folder on every host, or name theirs: --workdir DIR"
     return Problem(what=what, where=remote.host.where, fix=fix)
-
-
-@contextmanager
-def _passed_to(first: Any) -> Iterator[None]:
-    """Signals go to node 0, which tells the others. One that was ignored (nohup) stays ignored."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: first.send_signal(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _watch(first: Any, remotes: Sequence[Remote]) -> None:

@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.device.find import find
-from shardwise.errors import CheckpointError, JobError, MachineError, Problem, ShardwiseError
+from shardwise.errors import CheckpointError, JobError, MachineError, ShardwiseError
 from shardwise.folders import cache_root
 from shardwise.hardware.detect import visible
 from shardwise.job.load import differences
@@ -30,6 +30,7 @@ from shardwise.record.manifest import NAME, step_folders
 from shardwise.units import processes
 
 Facts = dict[str, Any]
+Errors = Iterator[ShardwiseError]
 
 MOST_SKEW_SECONDS = 5.0  # clocks that NTP keeps differ by milliseconds
 LEAST_FREE_BYTES = 256 << 20  # no run that is worth several machines writes less
@@ -38,13 +39,6 @@ _ENDS_BYTES = 1 << 20
 _KINDS: tuple[type[ShardwiseError], ...] = (JobError, MachineError, CheckpointError)
 _COMPARED = ("python", "shardwise", "torch", "transformers", "deepspeed", "peft", "tokenizers", "triton")
 _OPTIONS = {"resume": "--resume", "max_steps": "--max-steps", "memory_cap_bytes": "--memory-cap"}
-
-
-class Finding(NamedTuple):
-    """A problem, and the kind of error it is."""
-
-    kind: type[ShardwiseError]
-    problem: Problem
 
 
 def check(together: Together, spec: LaunchSpec, mine: Facts, while_waiting: Callable[[], object]) -> bool:
@@ -57,12 +51,12 @@ def check(together: Together, spec: LaunchSpec, mine: Facts, while_waiting: Call
         found = list(compare(everyone, together))
         views = together.agree(_seen(everyone, together.nodes.rank, place), while_waiting)
     found += [*_unreached(views, everyone, together), *_mixed(views, together)]
-    found.sort(key=lambda finding: _KINDS.index(finding.kind))
+    found.sort(key=lambda error: _KINDS.index(type(error)))
     if found:
-        problems = [finding.problem for finding in found]
-        headline = "the nodes do not fit together" if len(problems) > 1 else problems[0].what
-        error = found[0].kind(headline, problems=problems)
-        error.headline = headline if len(problems) > 1 else ""
+        error = found[0]
+        if len(found) > 1:
+            problems = [one.problems[0] for one in found]
+            error = type(error)("the nodes do not fit together", problems=problems)
         raise together.elsewhere(error)
     return all(view["marked"] for view in views)
 
@@ -156,86 +150,84 @@ def _seen(everyone: Sequence[Facts], rank: int, place: Path) -> Facts:
     return {"unreached": reason, "marked": (place / everyone[0]["marker"]).exists()}
 
 
-def compare(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
-    """A finding for each fact in which a node differs from node 0, or which fails by itself."""
+def compare(everyone: Sequence[Facts], together: Together) -> Errors:
+    """An error for each fact in which a node differs from node 0, or which fails by itself."""
     first, zero = everyone[0], together.named(0)
     for node, other in enumerate(everyone):
         name = together.named(node)
         if not other["known"]:
             what = f"{name} has no network interface {other['interface']}, or it has no address"
             fix = f"see `ip address` there; unset {' and '.join(INTERFACES)}, or name one that exists"
-            yield Finding(MachineError, Problem(what=what, where=INTERFACES[0], fix=fix))
+            yield MachineError(what, where=INTERFACES[0], fix=fix)
         for place, free in other["free"].items():
             if free < LEAST_FREE_BYTES:
                 what = f"{name} has {free >> 20} MiB free for {place}"
-                yield Finding(MachineError, Problem(what=what, fix="make room there"))
+                yield MachineError(what, fix="make room there")
         if node:
             yield from _differing(first, other, zero=zero, name=name, ahead=first["ahead"][str(node)])
     if first["options"]["--resume"]:
         yield from _without_checkpoint(everyone, together)
 
 
-def _differing(first: Facts, other: Facts, *, zero: str, name: str, ahead: float) -> Iterator[Finding]:
+def _differing(first: Facts, other: Facts, *, zero: str, name: str, ahead: float) -> Errors:
     yield from _other_software(first, other, zero=zero, name=name)
     for key, here, there in differences(first["job"], other["job"]):
         what, fix = f"{key} is {there!r} on {name}, {here!r} on {zero}", "start every node with the same job"
-        yield Finding(JobError, Problem(what=what, where=key, fix=f"{fix} and --set"))
+        yield JobError(what, where=key, fix=f"{fix} and --set")
     for flag, here in first["options"].items():
         if other["options"][flag] != here:
             what = f"{flag} is {other['options'][flag]} on {name}, {here} on {zero}"
             fix = "start every node with the same command"
-            yield Finding(JobError, Problem(what=what, where=flag, fix=fix))
+            yield JobError(what, where=flag, fix=fix)
     if first["processes"] != other["processes"]:
         what = f"{name} runs {processes(other['processes'])}, {zero} {processes(first['processes'])}"
         fix = "every node needs as many: give --processes, or hide GPUs with CUDA_VISIBLE_DEVICES"
-        yield Finding(JobError, Problem(what=what, where="--processes", fix=fix))
+        yield JobError(what, where="--processes", fix=fix)
     yield from _other_data(first, other, zero=zero, name=name)
     if set(first["gpus"]) != set(other["gpus"]):
         what = f"{name} has {_cards(other)}, {zero} {_cards(first)}"
         fix = (
             "use nodes with the same GPUs: the slowest would hold up the others, and the plan is for one kind"
         )
-        yield Finding(MachineError, Problem(what=what, fix=fix))
+        yield MachineError(what, fix=fix)
     if abs(ahead) > MOST_SKEW_SECONDS:
         way = "ahead of" if ahead > 0 else "behind"
         what = f"the clock of {name} is {abs(ahead):.0f} s {way} that of {zero}"
         fix = "set it: `timedatectl set-ntp true`, or chrony"
-        yield Finding(MachineError, Problem(what=what, fix=fix))
+        yield MachineError(what, fix=fix)
 
 
-def _other_software(first: Facts, other: Facts, *, zero: str, name: str) -> Iterator[Finding]:
+def _other_software(first: Facts, other: Facts, *, zero: str, name: str) -> Errors:
     fix = "install the same versions on every node"
     for package in _COMPARED:
         here, there = (one["versions"].get(package, "not at all") for one in (first, other))
         if here != there:
             what = f"{name} has {package} {there}, {zero} {here}"
-            yield Finding(MachineError, Problem(what=what, fix=fix))
+            yield MachineError(what, fix=fix)
     same = first["versions"]["shardwise"] == other["versions"]["shardwise"]
     if same and first["code"] != other["code"]:
         what = f"{name} has other code of the same version of shardwise than {zero}"
-        yield Finding(MachineError, Problem(what=what, fix=fix))
+        yield MachineError(what, fix=fix)
 
 
-def _other_data(first: Facts, other: Facts, *, zero: str, name: str) -> Iterator[Finding]:
+def _other_data(first: Facts, other: Facts, *, zero: str, name: str) -> Errors:
     here, there = ({file: rest for file, *rest in one["data"]} for one in (first, other))
     fix = "copy the same files to every node"
     for file in sorted(here.keys() | there.keys()):
         if file not in here or file not in there:
             has, lacks = (zero, name) if file in here else (name, zero)
-            yield Finding(
-                JobError, Problem(what=f"{file} is on {has}, not on {lacks}", where="data", fix=fix)
-            )
+            yield JobError(f"{file} is on {has}, not on {lacks}", where="data", fix=fix)
         elif here[file] != there[file]:
             what = f"{file} is another file on {name} than on {zero}: "
             what += f"{there[file][0]} bytes, {here[file][0]} bytes"
-            yield Finding(JobError, Problem(what=what, where="data", fix=fix))
+            yield JobError(what, where="data", fix=fix)
 
 
 def _cards(one: Facts) -> str:
     return ", ".join(sorted(set(one["gpus"]))) or "no GPU"
 
 
-def _without_checkpoint(everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+def _without_checkpoint(everyone: Sequence[Facts], together: Together) -> Errors:
     """Where no checkpoint is on all nodes: which of them lacks the newest."""
     common = set.intersection(*(set(one["steps"]) for one in everyone))
     newest = max((step for one in everyone for step in one["steps"]), default=None)
@@ -250,10 +242,10 @@ def _without_checkpoint(everyone: Sequence[Facts], together: Together) -> Iterat
             )
             what = f"{together.named(node)} lacks its part of the checkpoint of step {newest}; {has}"
             fix = "bring back that node's disk, or start another run"
-            yield Finding(CheckpointError, Problem(what=what, fix=fix))
+            yield CheckpointError(what, fix=fix)
 
 
-def _unreached(views: Sequence[Facts], everyone: Sequence[Facts], together: Together) -> Iterator[Finding]:
+def _unreached(views: Sequence[Facts], everyone: Sequence[Facts], together: Together) -> Errors:
     for node, view in enumerate(views):
         following = (node + 1) % len(views)
         if view["unreached"]:
@@ -262,11 +254,11 @@ def _unreached(views: Sequence[Facts], everyone: Sequence[Facts], together: Toge
             what += f"({target['interface']}): {view['unreached']}"
             fix = "open the firewall between the nodes for all ports, or name the right interface in "
             fix += " and ".join(INTERFACES)
-            yield Finding(MachineError, Problem(what=what, where=f"port {target['port']}", fix=fix))
+            yield MachineError(what, where=f"port {target['port']}", fix=fix)
 
 
-def _mixed(views: Sequence[Facts], together: Together) -> Iterator[Finding]:
-    """A finding where some of the other nodes see node 0's run folder, and some do not."""
+def _mixed(views: Sequence[Facts], together: Together) -> Errors:
+    """An error where some of the other nodes see node 0's run folder, and some do not."""
     others = range(1, len(views))
     having, lacking = (
         ", ".join(together.named(node) for node in others if views[node]["marked"] == marked)
@@ -275,4 +267,4 @@ def _mixed(views: Sequence[Facts], together: Together) -> Iterator[Finding]:
     if having and lacking:
         what = f"{having} see the run folder of {together.named(0)}, and {lacking} do not"
         fix = "name a folder that all nodes share, or one that is local on every node: --set output=DIR"
-        yield Finding(MachineError, Problem(what=what, where="output", fix=fix))
+        yield MachineError(what, where="output", fix=fix)

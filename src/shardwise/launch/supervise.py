@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
-from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render
+from shardwise.errors import MachineError, Problem, ShardwiseError, StoppedError, render, restored
 from shardwise.hardware.detect import host_memory_bytes
-from shardwise.launch import flight
+from shardwise.launch import flight, handled
 from shardwise.launch.control import Together
 from shardwise.launch.heartbeat import Pulse
 from shardwise.launch.oom import OomHandling
@@ -157,21 +156,10 @@ def _ask(requests: list[_Request], look: Callable[[], object]) -> None:
 
 @contextmanager
 def _requests() -> Iterator[list[_Request]]:
-    """The stop signals received so far, in order. A signal that was ignored (nohup) stays ignored."""
+    """The stop signals received so far, in order."""
     received: list[_Request] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        received.append(_Request(number, time.monotonic()))
-
-    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, note)
-    try:
+    with handled(_STOP_SIGNALS, lambda number, _: received.append(_Request(number, time.monotonic()))):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _impatient(requests: Sequence[_Request]) -> int | None:
@@ -312,12 +300,11 @@ def _error_of(worker: Worker, *, killed_before: int | None) -> ShardwiseError | 
     """What to print for a worker that failed; None when it only stopped as it was asked to."""
     code, where = worker.process.returncode, f"rank {worker.rank}, process {worker.process.pid}"
     if worker.report is not None:
-        problems = [Problem(**problem) for problem in worker.report["problems"]]
+        error = restored(worker.report)
         if worker.traceback:  # otherwise what hangs is named already
-            problems += [Problem(what=text) for text in flight.last_collectives(worker.folder)]
-        kind = StoppedError if _code(worker) == STOPPED else ShardwiseError
-        error = kind(problems[0].what, problems=problems)
-        error.headline = worker.report["headline"] or error.headline * (len(problems) > 1)
+            hints = tuple(Problem(what=text) for text in flight.last_collectives(worker.folder))
+            error.headline = error.headline or error.problems[0].what * bool(hints)
+            error.problems += hints
         return error
     if code == STOPPED:
         return None

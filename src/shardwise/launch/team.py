@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import Problem, ShardwiseError, StoppedError
+from shardwise.errors import ShardwiseError, StoppedError, restored
 from shardwise.launch.control import Together, excuse, join
 from shardwise.launch.nodes import Place, free_port, interface_of, resolve
 from shardwise.launch.spec import Ending, LaunchSpec
@@ -86,12 +86,9 @@ def _importance(ending: dict[str, Any]) -> tuple[bool, bool, bool, bool, float]:
 
 
 def _to_json(ending: Ending) -> dict[str, Any]:
-    error = ending.error
     return {
         "code": ending.code,
-        "error": None
-        if error is None
-        else {"headline": error.headline, "problems": [asdict(problem) for problem in error.problems]},
+        "error": ending.error and ending.error.to_json(),
         "out_of_memory": ending.out_of_memory,
         "requested": ending.requested,
         "follows": ending.follows,
@@ -103,16 +100,11 @@ def _to_json(ending: Ending) -> dict[str, Any]:
 
 def _error(ending: dict[str, Any], team: Together, node: int) -> ShardwiseError:
     """The error of that node, which says where it was."""
-    problems = [Problem(**problem) for problem in ending["error"]["problems"]]
-    if ending["code"] == StoppedError.exit_code:
-        kind: type[ShardwiseError] = StoppedError
-    else:
-        kind = ShardwiseError
-        where = ", ".join(filter(None, [team.named(node), problems[0].where]))
-        problems[0] = replace(problems[0], where=where)
-    error = kind(problems[0].what, problems=problems)
-    error.exit_code = ending["code"]
-    error.headline = ending["error"]["headline"]
+    error = restored({**ending["error"], "exit_code": ending["code"]})
+    if not isinstance(error, StoppedError):
+        first, *rest = error.problems
+        where = ", ".join(filter(None, [team.named(node), first.where]))
+        error.problems = (replace(first, where=where), *rest)
     return error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError, MachineError, Problem
-from shardwise.folders import cache_root
+from shardwise.folders import cache_root, replace_json
 from shardwise.job.schema import Model
 from shardwise.models.source import TOKENIZER_FILES, Source, safetensors_files
 from shardwise.models.tokenizer import tokenizer_folder
@@ -90,11 +90,9 @@ def _kept(files: Mapping[str, Path]) -> dict[str, str]:
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                temporary = path.with_suffix(".tmp")
                 hashes = hash_files(Path(), [str(file) for file in files.values()])
                 read = {name: hashes[str(file)].sha256 for name, file in files.items()}
-                temporary.write_text(json.dumps(read), encoding="utf-8")
-                temporary.replace(path)
+                replace_json(path, read)
         kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"the hash of the base model cannot be computed and cached: {error.strerror or error}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from shardwise.folders import cache_root
+from shardwise.folders import cache_root, replace_text
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.plan import Plan
@@ -62,9 +62,7 @@ def plan_once(key: str, make: Callable[[], Plan]) -> Plan:
         if found is None:
             found = make()
             with suppress(OSError):
-                partial = _path(key).with_suffix(".partial")
-                partial.write_bytes(_adapter().dump_json(found))
-                partial.rename(_path(key))
+                replace_text(_path(key), _adapter().dump_json(found).decode())
     return found
 
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from shardwise.device import Device, Unavailable
 from shardwise.errors import MachineError, PowerBusyError
+from shardwise.folders import replace_json, sync
 
 FOLDER = "SHARDWISE_LEASES"
 RUN_LOCK = Path("/run/lock")  # in memory: after a reboot, which resets the cards, leases are gone, too
@@ -110,14 +111,9 @@ class Lease:
 
     def save(self) -> None:
         """Write it and wait until it is on the disk. MachineError where it cannot be."""
-        part = self.file.with_suffix(".part")
         try:
-            with part.open("w", encoding="utf-8") as out:
-                json.dump(self.to_json(), out)
-                out.flush()
-                os.fsync(out.fileno())
-            part.replace(self.file)
-            _sync(self.file.parent)
+            replace_json(self.file, self.to_json())
+            sync(self.file.parent)
         except OSError as error:
             raise _unusable(self.file.parent, error.strerror or str(error)) from None
 
@@ -255,7 +251,7 @@ def settle(lease: Lease, device: Device) -> Settled:
     remaining = replace(lease, cards=left) if left else None
     if remaining is None:
         lease.file.unlink(missing_ok=True)
-        _sync(lease.file.parent)
+        sync(lease.file.parent)
     elif remaining != lease:
         remaining.save()
     return Settled(left=remaining, lines=tuple(lines))
@@ -315,12 +311,3 @@ def _trusted(place: Path) -> bool:
 def _unusable(place: Path, why: str) -> MachineError:
     what = f"power leases cannot be kept in {place}: {why}"
     return MachineError(what, where=FOLDER, fix=f"set {FOLDER} to a local folder of your own on this machine")
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder are on the disk, too."""
-    entry = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(entry)
-    finally:
-        os.close(entry)

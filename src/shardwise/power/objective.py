@@ -6,7 +6,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.errors import JobError
 from shardwise.units import JOULES_PER_KWH, SECONDS_PER_HOUR
 
 Values = NDArray[np.float64]
@@ -14,18 +13,10 @@ Kind = Literal["energy", "time", "eta", "cost", "max-slowdown"]
 
 THRIFT = 0.02  # share of energy in `time`: of equally fast limits, the one that uses less energy is best
 
-_NEEDS: dict[Kind, tuple[str, ...]] = {
-    "energy": (),
-    "time": (),
-    "eta": ("eta",),
-    "cost": ("price_per_kwh", "price_per_gpu_hour"),
-    "max-slowdown": ("max_slowdown",),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """One objective, with the numbers that it needs; others are refused.
+    """One objective, with the numbers that it needs, as job/contradictions.py sees to; others are None.
 
     energy: joules per step. time: seconds per step. eta: Zeus' cost `eta*E + (1-eta)*P_max*T` (You et al.,
     NSDI 2023), where P_max is the highest limit of all GPUs together. cost: energy and rent of the GPUs.
@@ -42,20 +33,6 @@ class Objective:
     """In the same currency as `price_per_kwh`."""
     max_slowdown: float | None = None
     """0.05: at most 5 % more seconds per step."""
-
-    def __post_init__(self) -> None:
-        for name in ("eta", "price_per_kwh", "price_per_gpu_hour", "max_slowdown"):
-            value: float | None = getattr(self, name)
-            needed = name in _NEEDS[self.kind]
-            if needed != (value is not None):
-                what = f"objective {self.kind} {'needs' if needed else 'does not use'} {name}"
-                raise JobError(what, where=f"energy.{name}", fix="set it" if needed else "remove it")
-            if value is not None and not 0 <= value < float("inf"):
-                raise JobError(f"{name} is {value}", where=f"energy.{name}", fix="set it to 0 or more")
-        if self.eta is not None and self.eta > 1:
-            raise JobError(f"eta is {self.eta}", where="energy.eta", fix="set it to a number from 0 to 1")
-        if self.gpus < 1:
-            raise JobError(f"the objective is for {self.gpus} GPUs", fix="give the number of GPUs of the job")
 
     def regrets(self, seconds: Values, joules: Values, highest_watts: float) -> Values:
         """Regret of each limit: 0.02 is 2 % worse than the best limit of the same row.

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardwise.errors import CheckpointError
+from shardwise.folders import replace_json
 from shardwise.record.read import text_of
-from shardwise.record.write import replace_json
 from shardwise.units import JOULES_PER_KWH
 
 FOLDER = "energy"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import JobError, MachineError
+from shardwise.folders import replace_json, replace_text
 from shardwise.job.secrets import SHAPES
 from shardwise.job.source import job_text, job_values
 from shardwise.record.read import (
@@ -160,22 +161,6 @@ def _drop_after(path: Path, step: int) -> tuple[str, bool]:
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file at once: a reader sees the old or the new content. A link in its place is not followed."""
-    temporary = path.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)  # left by a crash, or put there by someone else
-    with temporary.open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def replace_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file at once: a reader sees the old or the new content, never a part."""
-    replace_text(path, json.dumps(values, indent=1) + "\n")
 
 
 def _lock(path: Path) -> tuple[int, ...]:

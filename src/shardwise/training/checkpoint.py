@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.errors import FULL, CheckpointError, DivergedError, MachineError, Problem, what_of
+from shardwise.folders import sync
 from shardwise.job.schema import Train
 from shardwise.record.manifest import (
     NAME,
@@ -74,12 +75,8 @@ class FileSystem:
             os.fsync(file.fileno())
 
     def sync(self, path: Path) -> None:
-        """Bring a file's bytes, or a folder's entries, from the page cache to the disk."""
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        """Bring a file, or a folder's entries, to the disk."""
+        sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
         source.rename(target)

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwise.engines import settings_of
 from shardwise.errors import JobError, MachineError, Problem
+from shardwise.folders import replace_json
 from shardwise.hardware.detect import detect_hardware
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.links import network_link
@@ -26,7 +27,6 @@ from shardwise.planner.planning import make_plan, nearest_change, predict_strate
 from shardwise.planner.relief import flags, following, leaner_unpredicted, reliefs, same_state
 from shardwise.planner.search import MARGIN
 from shardwise.record.schema import OutOfMemory
-from shardwise.record.write import replace_json
 from shardwise.simulate.prediction import Memory
 from shardwise.strategy import Strategy
 from shardwise.training.oom import headline, memory_in_words, size

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from shardwise.device import Device, Unavailable
 from shardwise.device.find import fake_file
 from shardwise.errors import CheckpointError, MachineError
+from shardwise.folders import replace_json
 from shardwise.job.schema import Energy
 from shardwise.power.control import Permission, PowerControl, PowerRange, permission
 from shardwise.power.objective import Objective
 from shardwise.power.search import Choice, Request, Search, Window
 from shardwise.record.energy import FOLDER
 from shardwise.record.schema import PowerEvent
-from shardwise.record.write import replace_json
 from shardwise.training.loop import StepReport
 from shardwise.training.meter import UNKNOWN
 from shardwise.training.observe import Recorder

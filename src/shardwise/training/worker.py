@@ -76,12 +76,7 @@ def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
         if rank == "0" or error.exit_code == ShardwiseError.exit_code:
             print(render(error), file=sys.stderr)
         return
-    record = {
-        "exit_code": error.exit_code,
-        "headline": error.headline,
-        "problems": [asdict(problem) for problem in error.problems],
-        "traceback": trace,
-    }
+    record = {**error.to_json(), "traceback": trace}
     if isinstance(error, DisconnectedError):
         record["follows"] = True
     evidence = getattr(error, "evidence", None)  # of OutOfGpuMemoryError

@@ -68,16 +68,6 @@ def test_the_energy_counter_moves_in_ticks_and_follows_load_and_limit(tmp_path: 
     assert device.read(GPU, "power_watts") == 198.0
 
 
-def test_a_power_model_of_ones_own_is_integrated_over_time(tmp_path: Path) -> None:
-    _, _, clock = fake(tmp_path)
-    clock.seconds = 0.0
-    nvml = FakeNvml(tmp_path / "gpus.json", watts=lambda load, limit, seconds: 10 * seconds, clock=clock)
-    with nvml.changing() as state:
-        state["gpus"][0]["seconds"] = 0.0
-    clock.seconds = 8.0
-    assert nvml.nvmlDeviceGetTotalEnergyConsumption(GPU) == pytest.approx(5 * 8.0**2 * 1000)
-
-
 def test_a_limit_that_binds_is_a_power_cap_and_slows_the_clock(tmp_path: Path) -> None:
     nvml, device, _ = fake(tmp_path)
     assert device.read(GPU, "clock_reasons") == 0x1, "idle"

@@ -142,18 +142,6 @@ def test_what_is_not_there_is_refused(tmp_path: Path, missing: str) -> None:
         load_state(tmp_path, replace(ALONE, size=4), {"parameter/w": torch.zeros(60)}, {"w": wanted})
 
 
-def test_an_older_file_is_read_by_the_same_layout_only(tmp_path: Path) -> None:
-    tensors = {"parameter/w": torch.randn(2, 3)}
-    layout = json.dumps({"ranks": 2, "sharded": {"parameter/w": [5, 3]}})
-    for rank in range(2):
-        save_file(tensors, tmp_path / f"rank-{rank:05d}.safetensors", metadata={"layout": layout})
-    live = {"parameter/w": torch.zeros(2, 3)}
-    load_state(tmp_path, WORLD, live, {"w": Part((5, 3), 9)})
-    assert live["parameter/w"].equal(tensors["parameter/w"])
-    with pytest.raises(CheckpointError, match="an older version saved it"):
-        load_state(tmp_path, ALONE, {"parameter/w": torch.zeros(5, 3)}, {"w": Part((5, 3))})
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated", "header"])
 def test_a_damaged_part_is_a_checkpoint_error(tmp_path: Path, damage: str) -> None:
     write(tmp_path, LAYOUTS["rows"])

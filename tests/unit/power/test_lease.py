@@ -194,7 +194,7 @@ def test_a_lease_is_on_the_disk_before_the_change(machine: Machine, monkeypatch:
 
     monkeypatch.setattr(os, "fsync", sync)
     lease.with_levels({UUIDS[0]: 300.0})
-    assert [path.name for path in synced] == [lease.file.with_suffix(".part").name, machine.leases.name]
+    assert [path.name for path in synced] == [lease.file.with_suffix(".tmp").name, machine.leases.name]
     assert json.loads(lease.file.read_text())["cards"][UUIDS[0]]["levels_watts"] == [300.0]
 
 

@@ -97,23 +97,6 @@ def test_of_equally_fast_limits_time_takes_the_one_with_less_energy() -> None:
     assert regrets[1] == 0, "one percent of time is more than 30 % of energy"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"kind": "eta"}, "objective eta needs eta"),
-        ({"kind": "energy", "eta": 0.5}, "objective energy does not use eta"),
-        ({"kind": "cost", "price_per_kwh": 0.3}, "needs price_per_gpu_hour"),
-        ({"kind": "eta", "eta": 1.5}, "eta is 1.5"),
-        ({"kind": "max-slowdown", "max_slowdown": -0.1}, "max_slowdown is -0.1"),
-        ({"kind": "energy", "gpus": 0}, "0 GPUs"),
-    ],
-)
-def test_a_wrong_objective_is_refused(arguments: dict[str, Any], what: str) -> None:
-    with pytest.raises(JobError, match=what) as error:
-        Objective(**arguments)
-    assert error.value.problems[0].fix
-
-
 def test_the_curve_goes_through_exact_windows_and_is_unsure_elsewhere() -> None:
     positions = np.log(np.array([200.0, 300.0, 450.0, 700.0]))
     values = np.log(np.array([3.0, 1.5, 1.0]))

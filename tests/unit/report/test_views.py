@@ -24,7 +24,7 @@ def page_of(folder: Path, change: Change) -> str:
     rows[1]["label"] = "zero3"
     change(rows)
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in rows))
-    return bench_page(read_bench(folder, to_show=True)).replace(THIN, " ")
+    return bench_page(read_bench(folder)).replace(THIN, " ")
 
 
 def test_the_large_figures_are_the_best_rows_and_the_mean_errors(bench_folder: Path) -> None:

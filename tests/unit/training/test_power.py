@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.device.fake import FakeNvml, create
+from shardwise.device.fake import FakeNvml, create, draw_watts
 from shardwise.device.find import find
 from shardwise.job.schema import Energy
 from shardwise.power.control import PowerRange
@@ -88,7 +88,7 @@ class Machine:
             seconds = SECONDS * self.slower / ratio
             before = list(self.millijoules)
             for number, gpu in enumerate(gpus):
-                self.millijoules[number] += 1000 * seconds * self.fake.draw_watts(gpu)
+                self.millijoules[number] += 1000 * seconds * draw_watts(gpu)
             self.step += 1
             observer.on_step(self.report(seconds, before if self.lagging else self.millijoules))
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.errors import JobError, MachineError
 from shardwise.job.load import load_job
-from shardwise.record.bench import append, opened, read_bench
+from shardwise.record.bench import NEEDED, append, opened, read_bench
 from shardwise.report.bench import recommended, show_bench
 from shardwise.trials import process
 from shardwise.trials.rows import Row, make_rows
@@ -121,7 +121,7 @@ def test_a_row_on_a_fake_driver_is_simulated_and_has_no_joules(
     assert (numbers["verdict"], numbers["joules_per_token"]) == ("simulated", None)
     assert numbers["joules_unavailable"] == "simulated, not measured"
     assert recommended(read_bench(Path("bb")).rows) is None
-    show_bench(read_bench(Path("bb"), to_show=True))
+    show_bench(read_bench(Path("bb")))
     assert "zero2: simulated, a fake driver's GPUs" in " ".join(capsys.readouterr().out.split())
 
 
@@ -159,7 +159,7 @@ def test_a_folder_is_of_one_bench_and_one_process(tmp_path: Path) -> None:
 
 def test_a_line_torn_by_a_crash_is_left_out(tmp_path: Path) -> None:
     with opened(tmp_path, HEAD):
-        append(tmp_path, {"key": "a"})
+        append(tmp_path, {**dict.fromkeys(NEEDED), "key": "a"})
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"key": "b"')
     assert [row["key"] for row in read_bench(tmp_path).rows] == ["a"]

@@ -159,7 +159,7 @@ class _File:
             self.ranks, self.keys = int(layout["ranks"]), set(self._open.keys())
             self.parts = {
                 name: Part(tuple(shape), begin, cut and Cut(*cut))
-                for name, (shape, begin, cut) in layout.get("parts", {}).items()
+                for name, (shape, begin, cut) in layout["parts"].items()
             }
             self._check()
 
@@ -201,12 +201,10 @@ class _File:
         return found
 
     def holds(self, live: Mapping[str, torch.Tensor], parts: Mapping[str, Part]) -> bool:
-        """Whether it has exactly these elements. Older files do not say which: there the shapes count."""
-        if not live.keys() <= self.keys or (self.parts and self.parts != dict(parts)):
+        """Whether it has exactly these elements."""
+        if not live.keys() <= self.keys or self.parts != dict(parts):
             return False
-        if self.parts:
-            return all(prod(self.shape(key)) == tensor.numel() for key, tensor in live.items())
-        return all(self.shape(key) == [*tensor.shape] for key, tensor in live.items())
+        return all(prod(self.shape(key)) == tensor.numel() for key, tensor in live.items())
 
 
 class _Piece(NamedTuple):
@@ -227,9 +225,6 @@ class SavedState:
         if len(self._files) != ranks:
             fix = "bring the files of all nodes together in one folder (docs/several-machines.md)"
             raise self._error(f"there are the files of {len(self._files)} ranks, and {ranks} have saved", fix)
-        if not any(file.parts for file in self._files):
-            fix = "resume with the strategy and the number of processes that saved it, and save again"
-            raise self._error("an older version saved it, without saying what each rank has", fix)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._pieces: dict[str, dict[Cut | None, list[_Piece]]] = {}
         for file in self._files:
