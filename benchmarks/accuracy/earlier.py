@@ -14,9 +14,11 @@ from unittest.mock import patch
 from assets import LONGEST, ROWS
 
 from shardwise.kernels import fused, linear_cross_entropy
-from shardwise.models import build
+from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
+from shardwise.objective.causal_lm import CausalLM
+from shardwise.simulate.step_trace import StepTrace
 
 TIMER_OFF = "2026-11-22T21:24"
 """Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
@@ -24,11 +26,7 @@ TIMER_OFF = "2026-11-22T21:24"
 ROUTED = "2026-11-23T17:30"
 """Since then the models of EARLIER call the packed kernel; before, they computed all scores in fp32."""
 
-EARLIER: dict[str, tuple[Packing, ...]] = {
-    "gpt_neo": ("positions",),
-    "gptj": ("positions",),
-    "falcon": ("mask",),
-}
+EARLIER: dict[str, tuple[Packing, ...]] = dict.fromkeys(("gpt_neo", "gptj", "falcon"), ("mask",))
 
 MLP_FUSED = "2026-11-24T06:09:20"
 """Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""
@@ -44,6 +42,15 @@ their logits are aligned."""
 UNALIGNED = frozenset({"gpt2", "gpt_neo", "mamba"})
 """Types whose shapes have a vocabulary that is no multiple of 8."""
 
+RECORDED = "2026-11-26T18:05"
+"""Since then the passes of adapters on one GPU are recorded as CUDA graphs, in a pool of their own."""
+
+MASKED = "2026-11-26T18:20"
+"""Since then models of these types get our masks; before, transformers made them from the positions."""
+
+MASKS = {name for name, family in FAMILIES.items() if family.packing == ("mask",)}
+MASKS = MASKS - {"afmoe", "gpt_oss"} | {"gpt2"}  # GPT-2 because of its dropout
+
 GELU = frozenset({"bloom", "codegen", "gpt2", "gpt_neo", "gptj", "phi"})
 
 
@@ -53,15 +60,24 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 
 
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
-    """Which kernels were others when the row was measured: of `attention`, `mlp`, `gelu`, `logits`."""
+    """What was different when the row was measured.
+
+    Of `attention`, `masks`, `heads`, `mlp`, `gelu`, `logits` and `passes`.
+    """
     row, date = measured.get("row", {}), str(measured.get("date"))
-    model = lookup(row.get("model", ""))
-    routed = model is not None and model.model_type in EARLIER and date < ROUTED
-    layered = bool(row.get("lora")) and date < MLP_FUSED
-    passes = model is not None and model.model_type in GELU and date < GELU_FUSED
-    unaligned = model is not None and model.model_type in UNALIGNED and date < GELU_FUSED
-    others = (("attention", routed), ("mlp", layered), ("gelu", passes), ("logits", unaligned))
-    return frozenset(name for name, other in others if other)
+    model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
+    kind = "" if model is None else model.model_type
+    routed = kind in EARLIER and date < ROUTED
+    others = {
+        "attention": routed,
+        "masks": (kind in MASKS and date < MASKED) or (routed and kind != "falcon"),
+        "heads": kind == "falcon" and date < RECORDED,
+        "mlp": lora and date < MLP_FUSED,
+        "gelu": kind in GELU and date < GELU_FUSED,
+        "logits": kind in UNALIGNED and date < GELU_FUSED,
+        "passes": lora and measured["strategy"]["engine"] == "single" and date < RECORDED,
+    }
+    return frozenset(name for name, other in others.items() if other)
 
 
 def mixed(measured: Mapping[str, Any]) -> bool:
@@ -82,6 +98,12 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
     with ExitStack() as stack:
         ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
         stack.enter_context(patch.dict(FAMILIES, ways))
+        if "masks" in earlier:  # position ids that restart, and no mask
+            stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
+        if "heads" in earlier:  # cut with lists of indices
+            stack.enter_context(patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x)))
+        if "passes" in earlier:
+            stack.enter_context(patch.object(StepTrace, "one_pool", False))
         if "mlp" in earlier:
             stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
         if "gelu" in earlier:

@@ -93,19 +93,17 @@ def predict(
     """
     strategy = row.resolved()
     tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
-    return simulate(
-        _trace(
-            *tracer,
-            row.precision,
-            micro_batch=row.micro_batch,
-            checkpoint_every=strategy.checkpoint_every,
-            tensor_parallel=strategy.tensor_parallel,
-            single_segment_rows=max(1, row.micro_batch - 1) if in_part else None,
-        ),
-        strategy,
-        hardware or parse_hardware(f"{row.gpus}xH200"),
-        memory_cap_bytes=row.memory_cap_bytes,
+    trace = _trace(
+        *tracer,
+        row.precision,
+        micro_batch=row.micro_batch,
+        checkpoint_every=strategy.checkpoint_every,
+        tensor_parallel=strategy.tensor_parallel,
+        single_segment_rows=max(1, row.micro_batch - 1) if in_part else None,
     )
+    hardware = hardware or parse_hardware(f"{row.gpus}xH200")
+    with kernels_of(earlier):
+        return simulate(trace, strategy, hardware, memory_cap_bytes=row.memory_cap_bytes)
 
 
 @cache

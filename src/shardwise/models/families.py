@@ -15,14 +15,14 @@ Config = Any
 VARLEN = "shardwise_varlen"
 """Name of `kernels.attention.varlen_attention` in transformers' registry."""
 
-Packing = Literal["varlen", "positions", "mask", "state", "rows"]
+Packing = Literal["varlen", "mask", "state", "rows"]
 """How samples that share a row are kept apart:
 
 - `varlen`: rows are joined to [1, B*S], and the kernel gets the borders of the segments. There is no mask,
   and nothing is computed across segments. Rows of one segment go to a faster kernel on Hopper (decision
   0011).
-- `positions`: transformers builds a block-diagonal mask from position ids that restart.
-- `mask`: our own [B, 1, S, S] masks, for models that make none from the position ids.
+- `mask`: our own [B, 1, S, S] masks, made once for all layers. transformers makes such masks from positions
+  that restart, too, but reads them back from the GPU, and its boolean ones are converted in every layer.
 - `state`: a state space model, whose mixers reset their state where the position ids restart.
 - `rows`: plain causal rows, correct only for one sample a row, then padding.
 """

@@ -63,10 +63,18 @@ def _falcon(
     module: Any, borders: Borders, hidden: Tensor, *_: Any, position_embeddings: Any, **__: Any
 ) -> tuple[Tensor, None]:
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    query, key, value = (t.transpose(1, 2) for t in module._split_heads(module.query_key_value(hidden)))
+    query, key, value = (t.transpose(1, 2) for t in _falcon_heads(module, module.query_key_value(hidden)))
     query, key = rotate(query, key, *position_embeddings)
     attended, _unused = varlen_attention(module, query, key, value, None, **borders)
     return module.dense(attended.flatten(2)), None
+
+
+def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, heads, D]. Transformers indexes shared heads with lists, which copies from the host."""
+    if not (module.new_decoder_architecture or module.multi_query):
+        return module._split_heads(fused)  # type: ignore[no-any-return]
+    groups = fused.unflatten(-1, (module.num_kv_heads, -1, module.head_dim))
+    return groups[..., :-2, :].flatten(2, 3), groups[..., -2, :], groups[..., -1, :]
 
 
 _ROUTES: dict[str, tuple[str, Callable[..., tuple[Tensor, None]]]] = {

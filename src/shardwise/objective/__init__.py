@@ -29,6 +29,8 @@ class Objective(nn.Module):
     """What `forward` takes; its `on_meta` makes the tracer's input."""
     model: nn.Module
     """The trained model; engines name its weights without the prefix `model.`."""
+    one_shape = False
+    """Whether all its micro-batches have one shape."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         """Return the loss summed over the targets of one micro-batch, an fp32 scalar.

@@ -42,7 +42,7 @@ class CausalLM(Objective):
         not known to keep samples apart.
         """
         super().__init__()
-        self.model = model
+        self.model, self.one_shape = model, packed
         chosen = attention_of(model.config)
         if packed and chosen.packing == "rows":
             what = f"packing would let samples of {model.config.model_type!r} models attend to each other"
@@ -103,9 +103,9 @@ class CausalLM(Objective):
         dtype = self.model.get_input_embeddings().weight.dtype
         mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, dtype)
         kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
+        window = getattr(self.model.config, "sliding_window", None) or 0
         if "sliding_attention" not in kinds:
-            return mask()
-        window = self.model.config.sliding_window
+            return mask(0 if kinds else window)
         return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
 
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:

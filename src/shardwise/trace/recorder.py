@@ -25,6 +25,8 @@ _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 """Returns its `out`. It is not called: torch 2.11's meta device takes the dtype for a factor."""
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
+_NONZERO = torch.ops.aten.nonzero.default
+
 _PRIVATE: list[tuple[Any, str]] = [
     (torch._C, "_storage_Use_Count"),
     (Tensor, "_use_count"),
@@ -61,6 +63,8 @@ class Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.ops: list[Op] = []
         self.tag = step_trace.ACTIVATION
+        self.host_waits = False
+        """Whether Python reads a value, or a tensor is copied from the host."""
         self._tensors: dict[int, int] = {}
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._handed_over: set[int] = set()
@@ -99,6 +103,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if function is _ITEM:
+            self.host_waits = True
             if args[0].dtype != torch.bool:
                 raise RuntimeError("the model's code depends on values, which a traced step does not have")
             return True  # transformers asks whether all rows are single segments
@@ -112,6 +117,7 @@ class Recorder(TorchDispatchMode):
             self._meet(tensor)
         if key not in self._known_ops:
             inputs = list(tensors_in((*args, *kwargs.values())))
+            self.host_waits |= function is _NONZERO or any(map(self._from_the_host, inputs))
             self._known_ops[key] = self._add(describe(function, args, inputs, outputs))
         for size in workspace(function, args, outputs, self.target):
             scratch = next(self._numbers)
@@ -120,6 +126,12 @@ class Recorder(TorchDispatchMode):
         if index is not None:
             self.events.append((OP, index))
         return result
+
+    def _from_the_host(self, tensor: Tensor) -> bool:
+        """Whether Python made its values: no operator did, and nobody called `ignore`."""
+        if tensor.device.type == "cpu":
+            return tensor.ndim > 0  # a number goes with the kernel's launch
+        return tensor.untyped_storage()._cdata not in self._tensors
 
     def _add(self, op: Op | None) -> int | None:
         if op is None:

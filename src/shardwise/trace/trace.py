@@ -89,6 +89,8 @@ class Tracer:
             sequence_length=self._sequence_length,
             checkpoint_every=checkpoint_every,
             precision=self._precision,
+            one_shape=objective.one_shape,
+            host_waits=recorder.host_waits,
             tensor_parallel=tensor_parallel,
         )
 

@@ -52,10 +52,10 @@ def test_an_unknown_family_is_unpacked_and_has_no_fused_parts() -> None:
     ("changes", "packing"),
     [
         ({}, "varlen"),
-        ({"attention_dropout": 0.1}, "positions"),
-        ({"head_dim": 12}, "positions"),
-        ({"head_dim": 264}, "positions"),
-        ({"attn_logit_softcapping": 50.0}, "positions"),
+        ({"attention_dropout": 0.1}, "mask"),
+        ({"head_dim": 12}, "mask"),
+        ({"head_dim": 264}, "mask"),
+        ({"attn_logit_softcapping": 50.0}, "mask"),
     ],
 )
 def test_flash_attention_needs_a_head_that_it_takes_and_plain_softmax(

@@ -77,13 +77,13 @@ ARCHITECTURES = {
     "gpt_neox": ("varlen", {**SIZES, "attention_dropout": 0.0, "hidden_dropout": 0.0}),
     "gpt2": ("varlen", {**GPT2_SIZES, **NO_DROPOUT, "scale_attn_by_inverse_layer_idx": True}),
     "opt": ("varlen", {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0}),
-    "gpt2-positions": ("positions", {**GPT2_SIZES, **NO_DROPOUT, "attn_pdrop": 1e-9}),
+    "gpt2-mask": ("mask", {**GPT2_SIZES, **NO_DROPOUT, "attn_pdrop": 1e-9}),
     "opt-mask": (
         "mask",
         {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 1e-9},
     ),
     "gemma2": (
-        "positions",
+        "mask",
         {
             **GROUPED,
             "sliding_window": 5,
@@ -104,7 +104,7 @@ ARCHITECTURES = {
     ),
     "gptj": ("varlen", {**GPT2_SIZES, **NO_DROPOUT, "rotary_dim": 4}),
     "codegen": ("varlen", {**GPT2_SIZES, **NO_DROPOUT, "rotary_dim": 4}),
-    "stablelm": ("positions", GROUPED),
+    "stablelm": ("mask", GROUPED),
     "falcon": ("varlen", {**SIZES, "alibi": False}),
 }
 

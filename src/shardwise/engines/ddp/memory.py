@@ -14,6 +14,8 @@ class DdpMemory(SingleMemory):
     factors and the copies of one bucket.
     """
 
+    records = False
+
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)
         self._trained = [trace.parameters[index] for index in trace.trainable]

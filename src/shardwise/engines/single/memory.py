@@ -1,17 +1,29 @@
-"""One process, nothing sharded: engines/single/runtime.py and engines/runtime/adamw.py."""
+"""One process, nothing sharded: engines/single/runtime.py, recorded.py and engines/runtime/adamw.py."""
 
 from shardwise.simulate.memory.engine import SummedGradients, fill
-from shardwise.simulate.memory.gpu import OPTIMIZER, WEIGHTS, GpuMemory
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.step_trace import FP32, FP64, StepTrace
 from shardwise.strategy import Strategy
+
+TOKENS = 3 * FP64
+"""Bytes of a token: its id, its label and its position."""
+
+PASSES, OUTSIDE = 1, 2
+"""The pools of recorded passes, and of what their stream has outside them."""
+
+SEED = 2 * FP64  # Of a graph's random numbers, and their offset
 
 
 class SingleMemory(SummedGradients):
     """Weights in the computation's format; masters, moments and gradients in fp32."""
 
+    records = True  # Whether its runtime records the passes of adapters
+
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)
         self._optimizer = strategy.optimizer
+        self._one_pool = self.records and trace.one_pool
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace
@@ -23,10 +35,26 @@ class SingleMemory(SummedGradients):
         if self._mixed:
             for numel in numels:
                 memory.take(OPTIMIZER, FP32 * numel)
+        if self._one_pool:
+            for numel in numels:
+                memory.take(GRADIENTS, FP32 * numel)
         for numel in numels:
             memory.take_adamw_state(numel, self._optimizer)
 
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        if self._one_pool and not memory.allocator.passes:
+            memory.allocator.empty_cache()
+            memory.allocator.passes = PASSES
+            memory.take(ACTIVATIONS, TOKENS * self._trace.tokens)  # what a graph reads
+            memory.take(BUFFERS, SEED, OUTSIDE)
+
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
+        if self._one_pool:
+            memory.give(block)
+        else:
+            super().gradient(memory, parameter, block)
+
     def step(self, memory: GpuMemory) -> None:
-        memory.scratch(OPTIMIZER, *[FP32] * len(self._gradients))  # the norm of each
+        memory.scratch(OPTIMIZER, *[FP32] * len(self._trace.trainable))  # the norm of each
         memory.give(*self._gradients.values())
         self._gradients.clear()

@@ -1,16 +1,21 @@
 """One process, nothing sharded: weights in the computation's format, AdamW on fp32 masters."""
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
+from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
+from shardwise.engines.single.recorded import RecordedPasses
 
 
 class SingleEngine(TorchEngine):
     """Trains a module on one device."""
+
+    _recorded: RecordedPasses | None = None
 
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
@@ -19,7 +24,23 @@ class SingleEngine(TorchEngine):
             fill(part, self.world.device)
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        masters, device = [*self._masters.values()], self.world.device
+        if device.type == "cuda" and self._strategy.precision != "fp32" and self._adapters_on_one_shape():
+            self._recorded = RecordedPasses(self._loss, masters, device)
         return self._masters, ()
+
+    def _adapters_on_one_shape(self) -> bool:
+        frozen = any(not weight.requires_grad for weight in self.module.parameters())
+        return frozen and bool(getattr(self.module, "one_shape", False))
+
+    def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        if self._recorded is None:
+            return super()._step_passes(micro_batches, target_tokens=target_tokens)
+        return self._recorded.run(micro_batches, self._optimizer.loss_scale / target_tokens)
+
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        with nullcontext() if self._recorded is None else self._recorded.place():
+            return super().evaluate(micro_batch, at)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in chosen(self.module.named_parameters(), names).items():

@@ -1,21 +1,37 @@
 """One optimizer step of a single process."""
 
-from shardwise.simulate.step_trace import FP32
+from dataclasses import replace
+
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
+from shardwise.strategy import Strategy
 
 
 class SingleSchedule(Schedule):
-    """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is complete."""
+    """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is complete.
+
+    Recorded passes are issued with one call, and add to sums that stay.
+    """
 
     sums_over_ranks = False
 
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.recorded = trace.one_pool and not trace.host_waits
+        if self.recorded:
+            self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]
+
     def micro_batch(self, *, first: bool, last: bool) -> None:
+        if self.recorded:
+            self.streams.issue(self.host.seconds("graph"))
+        first = first and not self.trace.one_pool
         for segment in self.segments:
             self.run(segment)
             hooks = len(segment.gradients)
             if hooks and self.mixed:
                 one = converted(self.item, FP32) if first else added(self.item, FP32)
-                issue = hooks * self.host.seconds("gradient_hook")
+                issue = 0.0 if self.recorded else hooks * self.host.seconds("gradient_hook")
                 self.streams.move(one * segment.learned, "mixed", kernels=hooks, issue=issue)
             elif hooks and not first:
                 self.streams.move(added(FP32, FP32) * segment.learned, kernels=hooks)

@@ -3,8 +3,7 @@
 Follows class DeviceCachingAllocator of c10/cuda/CUDACachingAllocator.cpp, torch 2.13, under
 `PYTORCH_ALLOC_CONF=expandable_segments:True` (decision 0030); its functions stand in parentheses.
 
-Not modelled: other settings of the allocator, private pools and CUDA graphs, and memory shared between
-processes.
+Not modelled: other settings of the allocator, and memory shared between processes.
 """
 
 from __future__ import annotations
@@ -65,6 +64,8 @@ class CachingAllocator:
 
     def __init__(self, *, capacity_bytes: int) -> None:
         """`capacity_bytes`: the device's memory without CUDA contexts, libraries and other processes."""
+        self.passes = 0
+        """Stream whose pools serve the model's passes; other than 0 where they have a private pool."""
         self._capacity = capacity_bytes
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
@@ -97,8 +98,8 @@ class CachingAllocator:
         return Block(pool, address, size_bytes, account)
 
     def run(self, span: Span, addresses: dict[int, int]) -> None:
-        """Allocate and free on stream 0 what a span does; `addresses` are those of its tensors."""
-        small, large = self.pool(0), self.pool(SMALL_BYTES + 1)
+        """Allocate and free in the passes' pools what a span does; `addresses` are those of its tensors."""
+        small, large = self.pool(0, self.passes), self.pool(SMALL_BYTES + 1, self.passes)
         for tensor, size, is_small in span.moves:
             pool = small if is_small else large
             if size:
@@ -148,11 +149,13 @@ class CachingAllocator:
             pool.put_back(address, deferred.size)
 
     def empty_cache(self) -> None:
-        """Give back every page without a block in use (emptyCache, release_cached_blocks)."""
+        """Give back every page without a block in use, a private pool's apart (release_cached_blocks)."""
         for deferred in list(self._deferred):
             self.complete(deferred)
-        for pool in (*self._large.values(), *self._small.values()):
-            self.reserved_bytes -= pool.release()
+        for pools in (self._large, self._small):
+            for stream, pool in pools.items():
+                if stream == 0 or stream != self.passes:
+                    self.reserved_bytes -= pool.release()
 
     def pool(self, size: int, stream: int = 0) -> Pool:
         """The pool that serves requests of so many bytes (get_pool)."""

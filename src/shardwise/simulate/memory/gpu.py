@@ -76,7 +76,8 @@ class GpuMemory:
 
     def handed_over(self, address: int, size_bytes: int, account: int) -> Block:
         """A tensor that a span allocated and the engine frees."""
-        return Block(self.allocator.pool(size_bytes), address, size_bytes, account) if size_bytes else _EMPTY
+        pool = self.allocator.pool(size_bytes, self.allocator.passes)
+        return Block(pool, address, size_bytes, account) if size_bytes else _EMPTY
 
     def give_later(self, block: Block) -> DeferredFree:
         """Free what another stream still uses; no allocation gets its memory until `complete`."""

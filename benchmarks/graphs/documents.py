@@ -1,0 +1,158 @@
+"""Fine-tune on real documents with several trees of the source, one after the other on the same GPU.
+
+    python benchmarks/graphs/documents.py FOLDER --out OUT --source now=src --source before=../before/src
+
+FOLDER has alpaca_en_demo.json and c4_demo.jsonl. A line of JSON is written for each run of `shardwise train`.
+`--table` prints the table of docs/throughput.md instead, from results/documents.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
+
+from assets import Assets
+from rows import Row
+from run import describe_machine
+
+from shardwise.record.read import read_events
+
+CASES = (
+    ("llama-3.2-1b", "alpaca_en_demo.json", "none", 1024, 4, 2),
+    ("llama-3.2-1b", "alpaca_en_demo.json", "nf4", 1024, 4, 2),
+    ("gemma-2-2b", "alpaca_en_demo.json", "none", 1024, 2, 2),
+    ("llama-3.2-1b", "c4_demo.jsonl", "none", 2048, 4, 1),
+)
+"""Model, documents, quantisation, length of a row, rows of a micro-batch, accumulation."""
+STEPS, EVERY = 60, 20
+
+
+def model(name: str, assets: Assets) -> Path:
+    """A folder with random weights and our tokenizer."""
+    folder = assets.source(Row(model=name))
+    if not (folder / "model.safetensors").exists():
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        made.save_pretrained(folder, max_shard_size="20GB")
+    return folder.resolve()
+
+
+def job(source: Path, data: Path, case: tuple[Any, ...], output: Path) -> dict[str, Any]:
+    _, _, quantization, length, rows, accumulation = case
+    return {
+        "name": "run",
+        "output": str(output),
+        "model": {"source": str(source), "lora": {"rank": 16}, "quantization": quantization},
+        "data": {"train": str(data), "sequence_length": length, "eval_fraction": 0.05},
+        "train": {
+            "precision": "bf16",
+            "micro_batch": rows,
+            "global_batch": rows * accumulation,
+            "steps": STEPS,
+            "eval_every": EVERY,
+            "save_every": 0,
+        },
+        "strategy": {"engine": "single"},
+    }
+
+
+def run(spec: dict[str, Any], code: str) -> dict[str, Any]:
+    """One training, measured by its own events."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps({**spec, "output": f"{folder}/runs"}), encoding="utf-8")
+        path = os.pathsep.join([code, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        done = subprocess.run(
+            [sys.executable, "-m", "shardwise", "train", str(file)],
+            env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        if done.returncode:
+            return {"error": done.stderr[-2000:]}
+        events = read_events(next(Path(folder).rglob("events.jsonl")))
+    steps = [event for event in events if event["kind"] == "step"]
+    seconds = [round(step["seconds"], 4) for step in steps]
+    return {
+        "error": None,
+        "step_seconds": statistics.median(seconds),
+        "all_seconds": round(sum(seconds), 2),
+        "step_seconds_all": seconds,
+        "loss": [step["loss"] for step in steps],
+        "grad_norm": [step["grad_norm"] for step in steps],
+        "eval_loss": [event["loss"] for event in events if event["kind"] == "eval"],
+        "peak_reserved_bytes": max(step["peak_memory_reserved_bytes"][0] for step in steps),
+    }
+
+
+def table() -> str:
+    """Of each case, steps and memory with passes as usual and recorded."""
+    text = (Path(__file__).parent / "results" / "documents.jsonl").read_text(encoding="utf-8")
+    by_case: dict[str, dict[str, Any]] = {}
+    for row in map(json.loads, text.splitlines()):
+        model, file, quantization, *shape = row["case"]
+        name = f"{model}, {quantization}, {file}, {shape[2]} x ({shape[1]} x {shape[0]})"
+        by_case.setdefault(name.replace(", none", ""), {})[row["source"]] = row
+    lines = ["| case | usual, s | recorded, s | usual, GiB | recorded, GiB | last loss |", f"|{'---|' * 6}"]
+    for name, found in by_case.items():
+        rows = found["usual"], found["recorded"]
+        seconds, gib = (
+            (row["step_seconds"] for row in rows),
+            (row["peak_reserved_bytes"] / 2**30 for row in rows),
+        )
+        cells = [*(f"{value:.3f}" for value in seconds), *(f"{value:.2f}" for value in gib)]
+        losses = ", ".join(f"{row['loss'][-1]:.4f}" for row in rows)
+        lines.append(f"| {' | '.join([name, *cells, losses])} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Fine-tune on real documents with several trees of the source"
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=Path())
+    parser.add_argument("--source", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--out", type=Path, default=Path("documents.jsonl"))
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.table:
+        print(table())
+        return
+    sources = [source.split("=", 1) for source in arguments.source]
+    machine = {**describe_machine(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
+    with tempfile.TemporaryDirectory() as folder, arguments.out.open("a", encoding="utf-8") as out:
+        assets = Assets(Path(folder), [arguments.folder / "c4_demo.jsonl"])
+        for case in (case for case in CASES if arguments.only in case[1]):
+            source, data = model(case[0], assets), (arguments.folder / case[1]).resolve()
+            for name, code in sources:
+                found = run(job(source, data, case, Path(folder)), str(Path(code).resolve()))
+                out.write(json.dumps({"case": case, "source": name, **found, **machine}) + "\n")
+                out.flush()
+                print(
+                    *case,
+                    name,
+                    found.get("step_seconds"),
+                    found.get("all_seconds"),
+                    found["error"],
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

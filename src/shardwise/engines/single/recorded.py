@@ -1,0 +1,146 @@
+"""Passes as CUDA graphs: the host issues a micro-batch with one call, not with thousands (decision 0083).
+
+The first micro-batch of a kind runs as usual, the second is recorded, and from then on they are replayed.
+Usual passes, those of evaluation too, and recorded ones share a pool of memory and a stream: what one leaves
+the next one takes. Passes in which the host waits for the GPU cannot be recorded, and run as usual.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.data.batch import MicroBatch
+from shardwise.errors import JobError
+
+LEAST_BORDERS = 16
+MOST_GRAPHS = 64  # Each takes some MiB outside of torch's memory; further kinds run as usual
+WAITS = "called a synchronizing CUDA operation"
+"""What torch warns of (c10/cuda/CUDAFunctions.cpp: warn_or_error_on_sync)."""
+
+Kind = tuple[torch.Size, int, int, int]
+"""What a graph depends on: shape, number of borders, longest segment, rows of a single segment."""
+
+Loss = Callable[[MicroBatch], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graph:
+    replay: Callable[[], None]
+    batch: MicroBatch  # What it reads
+    loss: torch.Tensor  # What it leaves
+
+
+class RecordedPasses:
+    """Runs micro-batches, and adds to the gradients of `masters`, which stay allocated."""
+
+    def __init__(self, loss: Loss, masters: Sequence[torch.Tensor], device: torch.device) -> None:
+        """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`."""
+        self._loss, self._masters = loss, masters
+        self._gradients = [torch.zeros_like(master) for master in masters]
+        self._factor = torch.ones((), device=device)
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
+        self._graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded
+        self._tokens: dict[torch.Size, list[torch.Tensor]] = {}  # What graphs of a shape read
+        self.waiting: dict[Kind, str] = {}  # Kinds that cannot be recorded, and the line that waits
+
+    def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses, fp32 scalar; gradients are those of the losses times `factor`."""
+        if not (self._graphs or self.waiting):  # what the model's construction left serves no other pool
+            torch.cuda.empty_cache()
+        self._factor.copy_(factor)
+        torch._foreach_zero_(self._gradients)
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient
+        total = torch.zeros_like(self._factor)
+        for micro_batch in micro_batches:
+            total += self._one(padded(micro_batch))
+        return total
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Within, what this thread computes is on the stream of the passes, and its memory in their pool."""
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool):
+            yield
+        outside.wait_stream(self._stream)
+
+    def _one(self, batch: MicroBatch) -> torch.Tensor:
+        kind = (batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
+        if kind not in self._graphs:
+            with self.place(), _noting_waits() as lines:
+                loss = self._passes(batch)
+            if lines:
+                self.waiting[kind] = lines[0]
+            elif len(self._graphs) < MOST_GRAPHS:
+                self._graphs[kind] = None
+            return loss
+        graph = self._graphs[kind]
+        if graph is None:
+            graph = self._graphs[kind] = self._record(batch)
+        for name, tensor in batch.tensors().items():
+            getattr(graph.batch, name).copy_(tensor)
+        graph.replay()
+        return graph.loss
+
+    def _passes(self, batch: MicroBatch) -> torch.Tensor:
+        """The passes on this thread alone: another one's memory would not be that of the pool."""
+        with torch.autograd.set_multithreading_enabled(False):
+            loss = self._loss(batch)
+            (loss * self._factor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()  # a graph of autograd that is alive would prevent recording
+
+    def _record(self, batch: MicroBatch) -> _Graph:
+        shape = batch.input_ids.shape
+        if shape not in self._tokens:
+            tokens = (batch.input_ids, batch.labels, batch.position_ids)
+            self._tokens[shape] = [tensor.clone() for tensor in tokens]
+        ids, labels, positions = self._tokens[shape]
+        batch = replace(batch, input_ids=ids, labels=labels, position_ids=positions)
+        graph, mode = torch.cuda.CUDAGraph(), "thread_local"  # other threads may work for the data
+        try:
+            with torch.cuda.graph(graph, self._pool.id, self._stream, mode):  # type: ignore[arg-type]
+                loss = self._passes(batch)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why, _, _ = str(error).partition("\n")
+            what = f"the passes cannot be recorded as a CUDA graph: {why}"
+            fix = "strategy.engine: fsdp2, which runs in one process, too, and records nothing"
+            raise JobError(what, where="strategy.engine", fix=fix) from error
+        return _Graph(replay=graph.replay, batch=batch, loss=loss)
+
+
+def padded(batch: MicroBatch) -> MicroBatch:
+    """The same segments, then empty ones: with numbers and longest segments that only few kinds have."""
+    count, rows = len(batch.cu_seqlens), batch.input_ids.shape[1]
+    more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - count
+    longest = batch.max_seqlen
+    if not batch.single_segment_rows:
+        longest = min(rows, 1 << (longest - 1).bit_length())
+    borders = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:].expand(more)])
+    return replace(batch, cu_seqlens=borders, max_seqlen=longest)
+
+
+@contextmanager
+def _noting_waits() -> Iterator[list[str]]:
+    """The lines within at which the host waits for the GPU."""
+    lines: list[str] = []
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():  # it calls itself a prototype
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield lines
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    for warning in caught:
+        if WAITS in str(warning.message):
+            lines.append(f"{warning.filename}:{warning.lineno}")
+        else:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

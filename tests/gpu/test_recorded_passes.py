@@ -1,0 +1,108 @@
+"""Passes recorded as CUDA graphs train as usual ones, and are recorded wherever the tracer says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from packed_rows import packed
+from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.engines.runtime.protocol import Engine, World, build_engine
+from shardwise.engines.single.recorded import RecordedPasses
+from shardwise.engines.single.runtime import SingleEngine
+from shardwise.job.schema import Lora, Model, Optimizer
+from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.catalog import lookup
+from shardwise.models.structure import checkpoint_blocks
+from shardwise.objective.causal_lm import CausalLM
+from shardwise.strategy import Strategy
+from shardwise.trace.trace import Tracer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+DEVICE = torch.device("cuda")
+LENGTH = 512
+LENGTHS = (512, 300, 212, 100, 90, 80, 70, 60, 50, 40)
+ROWS = (((0,), (1, 2)), ((3, 4, 5, 6, 7, 8), (1, 2)), ((0,), (0,)))
+"""Micro-batches of three kinds: one row of a single sample, none, both."""
+LAYERS = {"gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "gptj": {"n_layer": 2}}
+MODELS = (
+    "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "falcon-7b", "gpt-neo-1.3b", "gpt-j-6b", "pythia-1b",
+    "stablelm-3b", "qwen1.5-moe-a2.7b", "olmo-2-1b", "deepseek-v2-lite", "gpt-oss-20b", "mamba-130m",
+)  # fmt: skip
+
+
+def model_of(name: str, **settings: Any) -> Model:
+    shape = lookup(name)
+    assert shape is not None
+    layers = LAYERS.get(shape.model_type, {"num_hidden_layers": 2})
+    return Model(source=name, weights="random", config=layers, **settings)
+
+
+def micro_batches(vocabulary: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(3, vocabulary, (length,), generator=generator) for length in LENGTHS]
+    pairs = [(ids, torch.cat([ids[1:], torch.tensor([IGNORED])])) for ids in drawn]
+    return [packed(pairs, rows=rows, length=LENGTH).to(DEVICE) for rows in ROWS]
+
+
+def engine_of(model: Model, *, checkpointed: bool) -> tuple[Engine, BuiltModel]:
+    built = build_model(model, dtype=torch.bfloat16, seed=1, sequence_length=LENGTH)
+    if checkpointed:
+        checkpoint_blocks(built.blocks, every=1)
+    strategy = Strategy(engine="single", precision="bf16", micro_batch=2)
+    world = World(rank=0, size=1, local_rank=0, device=DEVICE, data_rank=0, data_size=1)
+    module = CausalLM(built.model)
+    return build_engine(strategy, module, built.blocks, built.weights.fill, Optimizer(), world), built
+
+
+def train(engine: Engine, batches: list[MicroBatch], steps: int = 5) -> list[tuple[float, float]]:
+    torch.manual_seed(5)  # dropout
+    targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+    found = []
+    for _ in range(steps):
+        result = engine.step(batches, target_tokens=targets, learning_rate=1e-3)
+        found.append((result.loss.item(), result.grad_norm.item()))
+    return found
+
+
+def recorded_passes(engine: Engine) -> RecordedPasses | None:
+    assert isinstance(engine, SingleEngine)
+    return engine._recorded
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recorded_steps_are_usual_steps(monkeypatch, checkpointed: bool, dropout: float) -> None:
+    model = model_of("llama-3.2-1b", lora=Lora(rank=8, dropout=dropout))
+    engine, built = engine_of(model, checkpointed=checkpointed)
+    batches = micro_batches(built.config.vocab_size)
+    recorded = train(engine, batches)
+    passes = recorded_passes(engine)
+    assert passes is not None
+    assert not passes.waiting
+    assert [graph is not None for graph in passes._graphs.values()] == [True] * len(ROWS)
+
+    held_out = engine.evaluate(batches[0])
+    monkeypatch.setattr(SingleEngine, "_adapters_on_one_shape", lambda _: False)
+    usual, _ = engine_of(model, checkpointed=checkpointed)
+    assert recorded_passes(usual) is None
+    for ours, theirs in zip(recorded, train(usual, batches), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3)
+    assert held_out.item() == pytest.approx(usual.evaluate(batches[0]).item(), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_tracer_says_is_recorded(name: str) -> None:
+    model = model_of(name, lora=Lora(rank=8))
+    tracer = Tracer(model, precision="bf16", sequence_length=LENGTH)
+    trace = tracer.trace(rows=2, checkpoint_every=0, single_segment_rows=1)
+    assert trace.one_pool
+    engine, built = engine_of(model, checkpointed=False)
+    losses = train(engine, micro_batches(built.config.vocab_size), steps=3)
+    passes = recorded_passes(engine)
+    assert passes is not None
+    assert bool(passes.waiting) == trace.host_waits, passes.waiting
+    assert all(loss > 0 and norm > 0 for loss, norm in losses)

@@ -1,0 +1,41 @@
+"""Which micro-batches share a CUDA graph. What a graph computes is in tests/gpu/test_recorded_passes.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.data.batch import MicroBatch
+from shardwise.engines.single.recorded import LEAST_BORDERS, padded
+
+
+def batch(*borders: int, **changes: Any) -> MicroBatch:
+    rows = torch.zeros(2, borders[-1] // 2, dtype=torch.int64)
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    values = {"cu_seqlens": cu_seqlens, "max_seqlen": longest, **changes}
+    return MicroBatch(input_ids=rows, labels=rows, position_ids=rows, **values)
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 33])
+def test_segments_stay_and_further_ones_are_empty(count: int) -> None:
+    given = batch(*range(0, 100 * count, 100))
+    found = padded(given)
+    assert found.cu_seqlens[:count].equal(given.cu_seqlens)
+    assert found.cu_seqlens[count:].unique().tolist() in ([], [100 * (count - 1)])
+    assert len(found.cu_seqlens) == max(LEAST_BORDERS, {17: 32, 33: 64}.get(count, count))
+    assert found.cu_seqlens.dtype == torch.int32
+
+
+def test_lengths_of_the_longest_segment_are_few_and_none_is_longer_than_a_row() -> None:
+    lengths = {padded(batch(0, longest, 4000)).max_seqlen for longest in range(2000, 4000, 37)}
+    assert lengths == {2000}
+    lengths = {padded(batch(0, n, 2 * n, 3 * n, 4000)).max_seqlen for n in range(700, 1001, 10)}
+    assert lengths == {1024, 2000}
+
+
+def test_rows_of_one_segment_keep_their_length() -> None:
+    """`varlen_attention` cuts these rows by it."""
+    assert padded(batch(0, 1500, 3000, single_segment_rows=2)).max_seqlen == 1500
