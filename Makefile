@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: setup operators demo labs notebooks lessons scenarios docs test test-machines \
-	 newest wheel check format schema lock clean
+	newest wheel check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
