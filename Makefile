@@ -9,8 +9,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo labs notebooks lessons scenarios docs test test-distributed test-others \
-	test-machines newest wheel check format schema lock clean
+.PHONY: setup operators demo labs notebooks lessons scenarios docs test test-machines \
+	newest wheel check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
 setup: .venv/.ready
@@ -66,17 +66,11 @@ docs: setup .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --no-compile --requirement docs/requirements.txt
 	touch $@
 
-## test: everything that needs no GPU. The tests in tests/distributed start several processes each and often
-## wait for them: a core is theirs, and the others take the rest meanwhile
+## test: everything that needs no GPU. One queue of files, the longest first; a worker more than there are
+## cores, as tests in tests/distributed often wait for the processes that they start
 test: setup operators
-	$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-distributed test-others
-
-test-distributed: setup operators
-	$(BIN)/python -m pytest -m 'not gpu' tests/distributed
-
-# The tests above run one after another and end last: they come first where both want a core.
-test-others: setup operators
-	nice -n 3 $(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(nproc) --dist loadfile tests/golden tests/unit
+	$(BIN)/python -m pytest -m 'not gpu' --numprocesses $$(($$(nproc) + 1)) --dist loadfile --no-loadscope-reorder \
+		tests/distributed tests/golden tests/unit
 
 ## test-machines: several machines, as network namespaces and in Slurm; needs root, takes some ten minutes
 test-machines: setup operators

@@ -50,7 +50,7 @@ GROUPS = {
 """On four processes: two groups of two."""
 DDP = {"ddp": Strategy(engine="ddp")}
 SINGLE = {"single": Strategy(engine="single")}
-STEPS = range(4)
+STEPS = range(3)
 
 
 def engines(world: World) -> dict[str, Strategy]:

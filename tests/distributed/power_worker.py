@@ -9,7 +9,7 @@ from typing import Any
 
 import harness
 
-WINDOW_SECONDS = 0.4
+WARMUP_SECONDS, WINDOW_SECONDS = 0.1, 0.2
 
 
 def main(specs: str) -> None:
@@ -24,7 +24,7 @@ def main(specs: str) -> None:
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     assert file is not None
     fake, counters = FakeNvml(file), list[float]()
-    search.WINDOW_SECONDS = WINDOW_SECONDS
+    search.WARMUP_SECONDS, search.WINDOW_SECONDS = WARMUP_SECONDS, WINDOW_SECONDS
 
     def note() -> None:
         counters.append(sum(map(fake.joules, fake.state()["gpus"])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from scripts import script
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "accuracy"
 
@@ -22,11 +23,7 @@ FOLDER = ROOT / "benchmarks" / "accuracy"
 @pytest.fixture(scope="module")
 def modules() -> dict[str, ModuleType]:
     """The driver's modules, which import each other by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return {name: importlib.import_module(name) for name in ("rows", "measure", "run")}
-    finally:
-        sys.path.remove(str(FOLDER))
+    return {name: script(f"benchmarks/accuracy/{name}.py") for name in ("rows", "measure", "run")}
 
 
 def drive(out: Path, *arguments: str) -> list[dict[str, Any]]:

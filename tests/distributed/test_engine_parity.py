@@ -14,13 +14,13 @@ def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int,
     assert len(results) == count
     for name, found in results.items():
         exact = "/fp32/" in name
-        # fp32: rounding. bf16: 8 bits of mantissa, through two blocks and four AdamW steps.
+        # fp32: rounding. bf16: 8 bits of mantissa, through two blocks and three AdamW steps.
         assert found["loss_error"] < (1e-5 if exact else 1e-2), name
         assert found["norm_error"] < (1e-5 if exact else 5e-2), name
         # AdamW turns the noise of a vanishing gradient into a step of the learning rate (0.01) at most;
-        # a weight decay that should not be there moves the norms' weights by 0.004.
+        # a weight decay that should not be there moves the norms' weights by 0.003.
         assert found["weight_error"] < (1e-3 if exact else 6e-2), name
-        assert found["skipped"] == [0.0] * 4, name
+        assert found["skipped"] == [0.0] * 3, name
 
 
 def test_gradients_in_fewer_bits_change_the_loss_by_a_known_amount(tmp_path) -> None:

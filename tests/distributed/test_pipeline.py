@@ -61,11 +61,11 @@ def test_a_pipeline_trains_what_one_process_trains(
     for name, found in results_of("parity", cases, tmp_path, processes=processes).items():
         exact = "bf16" not in name
         assert found["loss_error"] < (1e-6 if exact else 1e-2), name
-        # Six blocks after four steps, and GPT-2 in bf16: a single process has 1.33e-5 and 0.059.
+        # Six blocks, and GPT-2 in bf16: after four steps a single process has 1.33e-5 and 0.059.
         assert found["norm_error"] < (2e-5 if exact else 5e-2), name
         assert found["weight_error"] < (1e-3 if exact else 7e-2), name
         assert found["evaluation_error"] < (1e-5 if exact else 1e-2), name
-        assert found["skipped"] == [0.0] * 4, name
+        assert found["skipped"] == [0.0] * 3, name
         assert found["resumed"], name
         assert found["tied"], name
 

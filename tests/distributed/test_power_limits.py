@@ -87,7 +87,7 @@ def test_four_ranks_set_each_card_once_a_level_and_count_energy_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fakes = Fakes(tmp_path, monkeypatch, cards=4)
-    fakes.train(steps=250)
+    fakes.train(steps=150)
     levels = [event["watts"] for event in fakes.events("level")]
     assert len(levels) >= 4
     changed = [(call["uuid"], call["value"]) for call in fakes.calls() if call["value"] != call["before"]]
@@ -96,7 +96,7 @@ def test_four_ranks_set_each_card_once_a_level_and_count_energy_once(
     assert changed == expected + [(uuid, PRESENT) for uuid in uuids if levels[-1] != PRESENT]
     assert len({call["pid"] for call in fakes.calls()}) == 1, "one process sets"
     assert fakes.limits() == {PRESENT}
-    assert {(tmp_path / f"progress-{rank}").read_text() for rank in range(4)} == {"250"}
+    assert {(tmp_path / f"progress-{rank}").read_text() for rank in range(4)} == {"150"}
 
     used, (first, last) = read_used(fakes.run), json.loads((tmp_path / "counters.json").read_text())
     assert used is not None

@@ -25,7 +25,7 @@ CONFIG = {
 
 def job(folder: Path, name: str, strategy: object, **train: Any) -> dict[str, Any]:
     """A small Llama on the packaged questions and answers, of different lengths, unpacked."""
-    settings = {"steps": 50, "global_batch": 4, "micro_batch": 2, "precision": "fp32", "save_every": 0}
+    settings = {"steps": 30, "global_batch": 4, "micro_batch": 2, "precision": "fp32", "save_every": 0}
     return Job.model_validate(
         {
             "name": name,
@@ -44,7 +44,7 @@ def job(folder: Path, name: str, strategy: object, **train: Any) -> dict[str, An
                 "eval_fraction": 0.1,
             },
             "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 5},
-            "train": {**settings, "eval_every": 25, **train},
+            "train": {**settings, "eval_every": 15, **train},
             "strategy": strategy,
             "tracking": [],
         }
@@ -67,7 +67,7 @@ def difference(run_dir: Path, reference: list[float]) -> float:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """50 losses of a single process."""
+    """30 losses of a single process."""
     folder = tmp_path_factory.mktemp("reference")
     (run_dir,) = run_all([Run(job(folder, "single", "single"))], processes=1, folder=folder)
     assert evaluations(run_dir)[-1] < evaluations(run_dir)[0] - 0.5
@@ -88,7 +88,7 @@ STRATEGIES: dict[str, object] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_strategy_gives_the_same_50_losses(
+def test_every_strategy_gives_the_same_30_losses(
     reference: list[float], tmp_path: Path, processes: int
 ) -> None:
     """In one process those whose code differs most there; test_engine_parity.py has them all."""

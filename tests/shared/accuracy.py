@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
+
+from scripts import script
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "accuracy"
 
 
 def module(name: str) -> ModuleType:
     """One of them, which imports its neighbours by their plain names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
+    return script(f"benchmarks/accuracy/{name}.py")

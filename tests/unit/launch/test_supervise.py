@@ -60,9 +60,10 @@ def launched(folder: Path, *, bad_rank: int, **changes: Any) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("in_run_folder", [False, True])
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("bad_rank", "debug", "in_run_folder"),
+    [(0, False, False), (0, True, True), (1, False, True), (1, True, False)],  # every two of them together
+)
 def test_a_bug_on_any_rank_is_located(
     tmp_path: Path, bad_rank: int, debug: bool, in_run_folder: bool
 ) -> None:
