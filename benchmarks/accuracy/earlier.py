@@ -18,7 +18,6 @@ from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.step_trace import StepTrace
 
 TIMER_OFF = "2026-11-22T21:24"
 """Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
@@ -102,8 +101,6 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
             stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
         if "heads" in earlier:  # cut with lists of indices
             stack.enter_context(patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x)))
-        if "passes" in earlier:
-            stack.enter_context(patch.object(StepTrace, "one_pool", False))
         if "mlp" in earlier:
             stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
         if "gelu" in earlier:

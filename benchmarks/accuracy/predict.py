@@ -101,9 +101,10 @@ def predict(
         tensor_parallel=strategy.tensor_parallel,
         single_segment_rows=max(1, row.micro_batch - 1) if in_part else None,
     )
+    if "passes" in earlier:
+        trace = replace(trace, one_shape=False)
     hardware = hardware or parse_hardware(f"{row.gpus}xH200")
-    with kernels_of(earlier):
-        return simulate(trace, strategy, hardware, memory_cap_bytes=row.memory_cap_bytes)
+    return simulate(trace, strategy, hardware, memory_cap_bytes=row.memory_cap_bytes)
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from packed_rows import packed
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
+from shardwise.engines.single.memory import own_pool
 from shardwise.engines.single.recorded import RecordedPasses
 from shardwise.engines.single.runtime import SingleEngine
 from shardwise.job.schema import Lora, Model, Optimizer
@@ -99,7 +100,7 @@ def test_what_the_tracer_says_is_recorded(name: str) -> None:
     model = model_of(name, lora=Lora(rank=8))
     tracer = Tracer(model, precision="bf16", sequence_length=LENGTH)
     trace = tracer.trace(rows=2, checkpoint_every=0, single_segment_rows=1)
-    assert trace.one_pool
+    assert own_pool(trace)
     engine, built = engine_of(model, checkpointed=False)
     losses = train(engine, micro_batches(built.config.vocab_size), steps=3)
     passes = recorded_passes(engine)

@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.job.source import job_values
 from shardwise.lint.foreign import translation
+
+Case = tuple[dict[str, str], dict[str, Any], tuple[str, ...], tuple[str, ...]]
+"""Files by name, values of the job by key (None: not in it), what is said, and what is not."""
 
 
 def made_of(files: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
@@ -24,3 +28,14 @@ def value_of(values: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         values = values.get(part, {}) if isinstance(values, dict) else {}
     return None if values == {} else values
+
+
+def check_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, expected, sentences, never = case
+    text, said = made_of(files, folder, monkeypatch)
+    values, heard = job_values(text), "\n".join(said)
+    assert {key: value_of(values, key) for key in expected} == expected, heard
+    for sentence in sentences:
+        assert sentence in heard
+    for sentence in never:
+        assert sentence not in heard

@@ -110,22 +110,13 @@ class StepTrace:
     checkpoint_every: int
     precision: str
     one_shape: bool = False  # Whether all micro-batches of the job have the shape of this one
-    host_waits: bool = False  # Whether the host waits in it for the GPU
+    host_waits: bool = False  # Whether Python reads a value in it, or a tensor is copied from the host
     tensor_parallel: int = 1
     """GPUs that share each row; the trace is that of the first one, which has the largest parts."""
 
     @property
     def tokens(self) -> int:
         return self.rows * self.sequence_length
-
-    @property
-    def one_pool(self) -> bool:
-        """Whether the engine `single` runs the passes in a pool of their own, to record them if it can.
-
-        Gradients then stay allocated: it does so for adapters only (decision 0083).
-        """
-        frozen = len(self.trainable) < len(self.parameters)
-        return self.one_shape and frozen and self.precision != "fp32"
 
     @cached_property
     def trainable(self) -> tuple[int, ...]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from foreign_files import made_of, value_of
+from foreign_files import Case, check_case, made_of, value_of
 from shardwise.job.source import job_values
 
 FACTORY = "model_name_or_path: a/b-Instruct\nstage: sft\nfinetuning_type: lora\ndataset: c/d\nper_device_train_batch_size: 2\n"
@@ -40,7 +39,7 @@ def four_bits(more: str) -> dict[str, str]:
     }
 
 
-CASES: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+CASES: dict[str, Case] = {
     "LLaMA-Factory's own text": (
         {"a.yaml": f"{FACTORY}template: default\ncutoff_len: 512\n"},
         {"data.sequence_length": 512, "data.chat_template": None},
@@ -362,14 +361,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...], tuple[st
 def test_what_a_job_does_otherwise_is_said(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, expected, sentences, never = CASES[name]
-    text, said = made_of(files, tmp_path, monkeypatch)
-    values, heard = job_values(text), "\n".join(said)
-    assert {key: value_of(values, key) for key in expected} == expected, heard
-    for sentence in sentences:
-        assert sentence in heard
-    for sentence in never:
-        assert sentence not in heard
+    check_case(CASES[name], tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,13 @@
 # ruff: noqa: E501 - the files are text
-"""What a strict user found wrong or lost: files in, values of the job and sentences out.
-
-A row of CASES: the files, the values of the job by key (None: no such key), what the sentences must say,
-and what they may not say.
-"""
+"""What a strict user found wrong or lost: files in, values of the job and sentences out."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from foreign_files import made_of, value_of
-from shardwise.job.source import job_values
-
-Files = dict[str, str]
+from foreign_files import Case, check_case
 
 TRAINER = "import argparse, os\nfrom transformers import Trainer, TrainingArguments, AutoModelForCausalLM\n"
 
@@ -35,7 +27,7 @@ ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator()\n
 OPEN_BATCH = (
     "gradient_accumulation_steps: its value could not be read; write train.micro_batch, train.global_batch",
 )
-CASES: dict[str, tuple[Files, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+CASES: dict[str, Case] = {
     f"world: {name}": ({"run.sh": command, "train.py": script}, {"train.global_batch": 64}, (), ("GPUs",))
     for name, command, script in [
         ("get", TORCHRUN, with_world(WORLD)),
@@ -411,11 +403,4 @@ CASES |= {
 def test_nothing_is_wrong_and_nothing_is_lost(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files, expected, sentences, never = CASES[name]
-    text, said = made_of(files, tmp_path, monkeypatch)
-    values, heard = job_values(text), "\n".join(said)
-    assert {key: value_of(values, key) for key in expected} == expected, heard
-    for sentence in sentences:
-        assert sentence in heard
-    for sentence in never:
-        assert sentence not in heard
+    check_case(CASES[name], tmp_path, monkeypatch)

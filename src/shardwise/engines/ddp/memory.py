@@ -1,5 +1,7 @@
 """Memory of replicas: engines/ddp/runtime.py."""
 
+from dataclasses import replace
+
 from shardwise.engines.single.memory import SingleMemory
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.memory.pool import Block
@@ -14,10 +16,8 @@ class DdpMemory(SingleMemory):
     factors and the copies of one bucket.
     """
 
-    records = False
-
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
-        super().__init__(trace, strategy)
+        super().__init__(replace(trace, one_shape=False), strategy)  # it records no passes
         self._trained = [trace.parameters[index] for index in trace.trainable]
         self._keeps_errors = strategy.powersgd > 0
 

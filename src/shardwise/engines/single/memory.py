@@ -15,15 +15,22 @@ PASSES, OUTSIDE = 1, 2
 SEED = 2 * FP64  # Of a graph's random numbers, and their offset
 
 
+def own_pool(trace: StepTrace) -> bool:
+    """Whether the passes have a pool of their own, to be recorded if they can: those of packed adapters.
+
+    Gradients then stay allocated (decision 0083).
+    """
+    frozen = len(trace.trainable) < len(trace.parameters)
+    return trace.one_shape and frozen and trace.precision != "fp32"
+
+
 class SingleMemory(SummedGradients):
     """Weights in the computation's format; masters, moments and gradients in fp32."""
-
-    records = True  # Whether its runtime records the passes of adapters
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)
         self._optimizer = strategy.optimizer
-        self._one_pool = self.records and trace.one_pool
+        self._own_pool = own_pool(trace)
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace
@@ -35,21 +42,21 @@ class SingleMemory(SummedGradients):
         if self._mixed:
             for numel in numels:
                 memory.take(OPTIMIZER, FP32 * numel)
-        if self._one_pool:
+        if self._own_pool:
             for numel in numels:
                 memory.take(GRADIENTS, FP32 * numel)
         for numel in numels:
             memory.take_adamw_state(numel, self._optimizer)
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
-        if self._one_pool and not memory.allocator.passes:
+        if self._own_pool and not memory.allocator.passes:
             memory.allocator.empty_cache()
             memory.allocator.passes = PASSES
             memory.take(ACTIVATIONS, TOKENS * self._trace.tokens)  # what a graph reads
             memory.take(BUFFERS, SEED, OUTSIDE)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
-        if self._one_pool:
+        if self._own_pool:
             memory.give(block)
         else:
             super().gradient(memory, parameter, block)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from shardwise.engines.single.memory import own_pool
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
@@ -18,14 +19,15 @@ class SingleSchedule(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.recorded = trace.one_pool and not trace.host_waits
+        self.own_pool = own_pool(trace)
+        self.recorded = self.own_pool and not trace.host_waits
         if self.recorded:
             self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         if self.recorded:
             self.streams.issue(self.host.seconds("graph"))
-        first = first and not self.trace.one_pool
+        first = first and not self.own_pool
         for segment in self.segments:
             self.run(segment)
             hooks = len(segment.gradients)

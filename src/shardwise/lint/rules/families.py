@@ -128,7 +128,8 @@ def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator
         known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
         sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
         if model and known and known.parts and sure and not lasts & known.parts:
-            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, `not found`"
+            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
+            what += "`Target modules ... not found in the base model`"
             right = [one for one in names("lora_modules") if one in known.parts][:3]
             yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
 
@@ -170,7 +171,8 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     rows = enumerate(document.text.splitlines(), 1)
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
-        what = f"the pad token is the end token, which labels mask: line {others[0]}'s end is not learned"
+        what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
+        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 

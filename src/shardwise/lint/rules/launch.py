@@ -30,7 +30,8 @@ _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* 
 def lost_flags(document: Document, _: Setup) -> Iterator[Hit]:
     """A line break ends the command: the flags below it are a command of their own."""
     if document.has(LOST_FLAGS):
-        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it"
+        what = f"the command ends in {document.get(LOST_FLAGS)} and what follows do not reach it, and the "
+        what += "shell says `command not found`"
         yield Hit((LOST_FLAGS,), what, "a backslash as the last character of each line but the last")
 
 

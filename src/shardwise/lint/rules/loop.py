@@ -151,7 +151,8 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
     model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
     without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
     if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad`"
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
+        what += "not have a padding token`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
@@ -168,7 +169,8 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
         given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
         words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
         if new := [*filter(_NEW.fullmatch, words)]:
-            what = f"the model has no row for {new[0]!r}: the run stops, `index out of range`, where it comes"
+            what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
+            what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 

@@ -20,7 +20,8 @@ def activation_checkpointing(document: Document, setup: Setup) -> Iterator[Hit]:
     key = ("activation_checkpointing",)
     asked = any(value not in (False, None) for value in document.section(*key).values())
     if asked and setup.reader != "deepspeed":
-        what = "it affects models that call deepspeed.checkpointing, and Hugging Face's do not"
+        what = "it only affects models that call deepspeed.checkpointing; Hugging Face models do not: "
+        what += "nothing is recomputed"
         fix = "gradient_checkpointing in the TrainingArguments, or model.gradient_checkpointing_enable()"
         changes = (Drop(key),) if setup.hugging_face else ()
         yield Hit(key, what, fix, changes, "warning" if setup.hugging_face else "note")

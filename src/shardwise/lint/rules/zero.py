@@ -125,7 +125,8 @@ def no_model_on_save(document: Document, setup: Setup) -> Iterator[Hit]:
     asked = any(document.has(ZERO, n) and document.get(ZERO, n) in (True, AUTO) for n in known)
     if stage_of(document) != 3 or asked or setup.reader == "deepspeed":
         return  # the user's own DeepSpeed loop may never save a full model
-    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint"
+    what = "under ZeRO-3 no model is saved without it: `save_model` writes only DeepSpeed's own checkpoint, "
+    what += "`save_16bit_model` nothing"
     fix = f'"{name}": true; or convert with zero_to_fp32.py afterwards'
     severity: Severity = "warning" if setup.hugging_face else "note"
     yield Hit((ZERO, name), what, fix, (Put((ZERO, name), True),), severity)

@@ -46,8 +46,9 @@ def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
     gpus = setup.world_size or 4
     weight = gpus * ETA / (gpus * ETA + 1 - ETA)
     for call in costs + tuned if distributed(setup) else ():
-        what = "ZeusCost is the default: " * (call in tuned) + "energy, but no limit, is summed: "
+        what = "energy weighs too much, because it is summed over processes and the power limit is not: "
         what += f"eta {ETA} becomes {weight:.2f} with {gpus} processes"
+        what += "; ZeusCost is the default" if call in tuned else ""
         fix = f"optimum_selector=ZeusCost({ETA}, world_size=dist.get_world_size())"
         yield Hit((), what, fix, line=call.lineno)
 
@@ -56,8 +57,7 @@ def zeus_cost_of_one_process(document: Document, setup: Setup) -> Iterator[Hit]:
 def zeus_leaves_limits_changed(document: Document, _: Setup) -> Iterator[Hit]:
     """Limits are not put back: the highest one stays, after SIGTERM the one that is being tried."""
     for call in calls(document, *OPTIMIZERS):
-        what = (
-            "at its end all GPUs get their highest limit, not that from before; SIGTERM leaves what is tried"
-        )
+        what = "at its end all GPUs get their highest limit, not the one from before; SIGTERM, which "
+        what += "launchers send when a process fails, leaves the limit that is being tried"
         fix = "`shardwise train` with energy.objective puts limits back; `shardwise emit` measures only"
         yield Hit((), what, fix, line=call.lineno)
