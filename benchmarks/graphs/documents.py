@@ -3,7 +3,6 @@
     python benchmarks/graphs/documents.py FOLDER --out OUT --source now=src --source before=../before/src
 
 FOLDER has alpaca_en_demo.json and c4_demo.jsonl. A line of JSON is written for each run of `shardwise train`.
-`--table` prints the table of docs/throughput.md instead, from results/documents.jsonl.
 """
 
 from __future__ import annotations
@@ -101,39 +100,14 @@ def run(spec: dict[str, Any], code: str) -> dict[str, Any]:
     }
 
 
-def table() -> str:
-    """Of each case, steps and memory with passes as usual and recorded."""
-    text = (Path(__file__).parent / "results" / "documents.jsonl").read_text(encoding="utf-8")
-    by_case: dict[str, dict[str, Any]] = {}
-    for row in map(json.loads, text.splitlines()):
-        model, file, quantization, *shape = row["case"]
-        name = f"{model}, {quantization}, {file}, {shape[2]} x ({shape[1]} x {shape[0]})"
-        by_case.setdefault(name.replace(", none", ""), {})[row["source"]] = row
-    lines = ["| case | usual, s | recorded, s | usual, GiB | recorded, GiB | last loss |", f"|{'---|' * 6}"]
-    for name, found in by_case.items():
-        rows = found["usual"], found["recorded"]
-        seconds, gib = (
-            (row["step_seconds"] for row in rows),
-            (row["peak_reserved_bytes"] / 2**30 for row in rows),
-        )
-        cells = [*(f"{value:.3f}" for value in seconds), *(f"{value:.2f}" for value in gib)]
-        losses = ", ".join(f"{row['loss'][-1]:.4f}" for row in rows)
-        lines.append(f"| {' | '.join([name, *cells, losses])} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Fine-tune on real documents with several trees of the source"
     )
-    parser.add_argument("folder", type=Path, nargs="?", default=Path())
-    parser.add_argument("--source", action="append", default=[], metavar="NAME=FOLDER")
-    parser.add_argument("--out", type=Path, default=Path("documents.jsonl"))
-    parser.add_argument("--table", action="store_true")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--source", action="append", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    if arguments.table:
-        print(table())
-        return
     sources = [source.split("=", 1) for source in arguments.source]
     machine = {**describe_machine(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     with tempfile.TemporaryDirectory() as folder, arguments.out.open("a", encoding="utf-8") as out:
