@@ -8,8 +8,8 @@ from scripts import script
 
 
 def test_the_page_shows_the_committed_predictions() -> None:
-    """Made anew by `python benchmarks/groups/predict.py`."""
-    predict = script("benchmarks/groups/predict.py")
+    """Made anew by `python benchmarks/groups/group_sizes.py`."""
+    predict = script("benchmarks/groups/group_sizes.py")
     rows = json.loads(predict.RESULTS.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 8
     page = predict.PAGE.read_text(encoding="utf-8")

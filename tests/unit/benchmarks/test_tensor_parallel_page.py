@@ -8,8 +8,8 @@ from scripts import script
 
 
 def test_the_page_shows_the_committed_predictions() -> None:
-    """Made anew by `python benchmarks/tensor_parallel/predict.py`."""
-    predict = script("benchmarks/tensor_parallel/predict.py")
+    """Made anew by `python benchmarks/tensor_parallel/autotp.py`."""
+    predict = script("benchmarks/tensor_parallel/autotp.py")
     rows = json.loads(predict.RESULTS.read_text(encoding="utf-8"))["rows"]
     assert len(rows) == 16
     page = predict.PAGE.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """When tensor parallelism is faster than ZeRO-3: predictions for Llama-2-7B on four GPUs.
 
-    python benchmarks/tensor_parallel/predict.py [--out FILE]
+    python benchmarks/tensor_parallel/autotp.py [--out FILE]
 
 Needs no GPU: nothing here is measured. Each strategy gets the micro-batch and the checkpointing (no block or
 all) with which it is fastest and leaves a plan's margin free. Writes the result file and the tables of

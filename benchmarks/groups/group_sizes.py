@@ -1,6 +1,6 @@
 """When sharing weights within nodes is faster: predictions for Llama-3.1-8B on 2 and 16 nodes.
 
-    python benchmarks/groups/predict.py [--out FILE]
+    python benchmarks/groups/group_sizes.py [--out FILE]
 
 Needs no GPU: nothing here is measured. Each strategy gets the micro-batch with which it is fastest and leaves
 a plan's margin free; every block is recomputed. Writes the result file and the table of docs/sharding.md.
