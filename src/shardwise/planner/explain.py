@@ -14,7 +14,7 @@ from shardwise.planner.changes import larger_gpus
 from shardwise.planner.plan import Option, Plan, PowerChoice, in_words
 from shardwise.planner.simulate import capacity_bytes
 from shardwise.planner.table import bullets, plain_bar
-from shardwise.planner.why import at_power_limit, better_with_memory, gain, terms
+from shardwise.planner.why import better_with_memory, gain, terms
 from shardwise.screen import screen
 from shardwise.simulate.prediction import Memory, Moment, Time
 from shardwise.units import gib
@@ -51,7 +51,7 @@ def show_explanation(plan: Plan, *, console: Console | None = None) -> None:
     sections = {
         f"memory in tensors over a step: {in_words(option.strategy)}": list(_timeline(memory)),
         "memory where it is largest": list(_terms(memory)),
-        "time of a step": list(_seconds(_consecutive(option, plan), time)),
+        "time of a step": list(_seconds(_consecutive(option), time)),
         "what goes on in it, partly at the same time": list(_seconds(overlapping, time)),
     }
     outside = f"plus {gib(memory.terms.fragmentation_bytes)} of fragmentation and "
@@ -154,11 +154,11 @@ def _terms(memory: Memory) -> Iterator[Line]:
     )
 
 
-def _consecutive(option: Option, plan: Plan) -> dict[str, float]:
+def _consecutive(option: Option) -> dict[str, float]:
     """Parts that sum to the step."""
     time = option.prediction.time
     waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
-    at_limit = at_power_limit(option, plan.hardware)
+    at_limit = option.prediction.energy.at_power_limit
     rest = "lower clock (power limit), waits" if at_limit else "host, slower during NCCL"
     return {
         "computing, at full clock": time.compute_seconds,

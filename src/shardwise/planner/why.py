@@ -8,15 +8,10 @@ from shardwise.errors import DoesNotFitError
 from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import binds, published
 from shardwise.planner.plan import Objective, Option, Plan, in_words
-from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Memory, Time
-from shardwise.simulate.time.collectives import Group, group
-from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
 WORTH_SAYING = 0.02  # Smaller shares of a step, and smaller gains, are not mentioned
-
-AT_LIMIT = 0.999  # A step counts as power-bound from this share of the limit on; rounding loses less
 
 ONLY = "the only one that fits"
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
@@ -222,13 +217,13 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     """The parts of a step, with its largest waits."""
     time = chosen.prediction.time
     parts = [f"computing {_share(time.compute_seconds, time)}"]
-    for link, seconds in _waits(chosen.strategy, time, hardware).items():
+    for link, seconds in _waits(time).items():
         if seconds >= WORTH_SAYING * time.step_seconds:
             parts.append(f"waiting for communication over {link} {_share(seconds, time)}")
     copies = time.exposed_to_copies_seconds
     if copies >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
-    if at_power_limit(chosen, hardware):
+    if chosen.prediction.energy.at_power_limit:
         waits = time.exposed_communication_seconds + copies
         rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
         limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
@@ -252,37 +247,11 @@ def _pace(time: Time) -> Iterator[str]:
         )
 
 
-def at_power_limit(option: Option, hardware: Hardware) -> bool:
-    """Whether the GPUs draw their power limit on average, so that the clock falls."""
-    time, energy = option.prediction.time, option.prediction.energy
-    watts = energy.joules_per_step / time.step_seconds / time.world_size
-    share = 1.0 if option.power_limit_watts is None else option.power_limit_watts / hardware.gpu.power_watts
-    return watts >= AT_LIMIT * share * Draw(hardware.gpu).limit_watts
-
-
-def _waits(strategy: Strategy, time: Time, hardware: Hardware) -> dict[str, float]:
+def _waits(time: Time) -> dict[str, float]:
     """Seconds waited by link: those of each group, or a single GPU's host link."""
-    peers = _links(group(hardware, strategy.tensor_parallel))
-    # Stages and data-parallel ranks together: a pipeline waits for both, over the slowest link.
-    size = strategy.pipeline * strategy.data_parallel
-    others = group(hardware, size, stride=strategy.tensor_parallel)
-    for_others = hardware.host_link.name if others.size == 1 else _links(others)
-    if size := strategy.shard_group:  # weights from the group, sums over the groups
-        across = _links(group(hardware, strategy.data_parallel // size, stride=size))
-        links = dict.fromkeys((_links(group(hardware, size)), across))
-        for_others = " and ".join(links)
-    waits = {for_others: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
-    waits[peers] = waits.get(peers, 0.0) + time.exposed_to_peers_seconds
+    waits = {time.link: time.exposed_communication_seconds - time.exposed_to_peers_seconds}
+    waits[time.link_to_peers] = waits.get(time.link_to_peers, 0.0) + time.exposed_to_peers_seconds
     return waits
-
-
-def _links(ranks: Group) -> str:
-    """The slowest, and a network that a ring crosses at less than twice the rate of the links of a node."""
-    inter, slowest = ranks.inter, ranks.slowest
-    if inter is None or inter == slowest:
-        return slowest.name
-    close = inter.bytes_per_second * ranks.per_node < 2 * slowest.bytes_per_second
-    return f"{slowest.name} and {inter.name}" if close else slowest.name
 
 
 def _checkpointing(chosen: Option, rest: Sequence[Option]) -> Iterator[str]:

@@ -61,4 +61,5 @@ def predict_energy(gpu: Gpu, time: Time, *, work_joules: float, gpus: int) -> En
         joules_per_step=(idle + work_joules) * gpus,
         idle_joules=idle * gpus,
         tokens_per_step=time.tokens_per_step,
+        at_power_limit=time.step_seconds > time.full_clock_seconds,
     )

@@ -126,6 +126,7 @@ def under_limit(prediction: Prediction, gpu: Gpu, limit_watts: float) -> Predict
         prediction.energy,
         joules_per_step=(idle + joules) * time.world_size,
         idle_joules=idle * time.world_size,
+        at_power_limit=True,
     )
     return replace(prediction, time=replace(time, step_seconds=seconds), energy=energy)
 

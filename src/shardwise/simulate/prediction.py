@@ -76,6 +76,8 @@ class Time:
     world_size: int
     full_clock_seconds: float  # The step if power did not limit the clock
     clocked_seconds: float  # Of `compute_seconds`, what grows when the clock falls; the rest waits for memory
+    link: str  # The slowest link between data-parallel ranks and stages; of a single GPU, that to its host
+    link_to_peers: str  # The slowest of a tensor-parallel group
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -93,6 +95,7 @@ class Energy:
     joules_per_step: float
     idle_joules: float  # The GPUs' constant draw
     tokens_per_step: int
+    at_power_limit: bool  # Whether the clock falls, so that the average draw is the limit
 
     @property
     def joules_per_token(self) -> float:

@@ -254,11 +254,13 @@ def toy_plan(job: Job, hardware: Hardware, **_: object) -> Plan:
         world_size=4,
         full_clock_seconds=2,
         clocked_seconds=2,
+        link="nvlink4",
+        link_to_peers="nvlink4",
     )
     prediction = Prediction(
         memory=memory,
         time=time,
-        energy=Energy(joules_per_step=1, idle_joules=0, tokens_per_step=32 * 4096),
+        energy=Energy(joules_per_step=1, idle_joules=0, tokens_per_step=32 * 4096, at_power_limit=False),
     )
     strategy = Strategy(engine="deepspeed", stage=2, data_parallel=4, micro_batch=2, accumulation=4)
     trace = StepTrace(

@@ -55,8 +55,10 @@ def predicted(capacity_bytes: int) -> Prediction:
         world_size=4,
         full_clock_seconds=2,
         clocked_seconds=2,
+        link="nvlink4",
+        link_to_peers="nvlink4",
     )
-    energy = Energy(joules_per_step=800, idle_joules=0, tokens_per_step=8000)
+    energy = Energy(joules_per_step=800, idle_joules=0, tokens_per_step=8000, at_power_limit=False)
     return Prediction(memory=memory, time=time, energy=energy)
 
 

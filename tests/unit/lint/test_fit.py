@@ -49,7 +49,7 @@ def planner(need: Need) -> Callable[[Job, Hardware], Plan]:
             + 4 * (strategy.offload_optimizer != "none")
         )
         time = Time(**{**seconds, "step_seconds": cost, "tokens_per_step": 1 << 17, "world_size": 4})
-        energy = Energy(joules_per_step=1, idle_joules=0, tokens_per_step=1 << 17)
+        energy = Energy(joules_per_step=1, idle_joules=0, tokens_per_step=1 << 17, at_power_limit=False)
         return Prediction(memory=memory, time=time, energy=energy)
 
     def make_plan(job: Job, hardware: Hardware) -> Plan:

@@ -106,11 +106,14 @@ def _time(trace: StepTrace, strategy: Strategy, memory: Memory) -> dict[str, Tim
             world_size=strategy.world_size,
             full_clock_seconds=step,
             clocked_seconds=0.9 * compute,
+            link="pcie4x16 through host memory",
+            link_to_peers="pcie4x16 through host memory",
         ),
         "energy": Energy(
             joules_per_step=strategy.world_size * (60 * step + 200 * compute),
             idle_joules=strategy.world_size * 60 * step,
             tokens_per_step=tokens,
+            at_power_limit=False,
         ),
     }
 

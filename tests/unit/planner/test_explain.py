@@ -11,7 +11,6 @@ from rich.console import Console
 
 from shardwise.planner.explain import folded, next_better, show_explanation
 from shardwise.planner.why import reasons
-from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Moment
 
 
@@ -114,8 +113,7 @@ def test_what_the_power_limit_costs_has_a_name(toy) -> None:
     plan = toy.plan("4xRTX4080", "zero2")
     chosen = plan.chosen
     time = replace(chosen.prediction.time, step_seconds=2 * chosen.prediction.time.compute_seconds)
-    joules = Draw(plan.hardware.gpu).limit_watts * time.step_seconds * time.world_size
-    energy = replace(chosen.prediction.energy, joules_per_step=joules)
+    energy = replace(chosen.prediction.energy, at_power_limit=True)
     chosen = replace(chosen, prediction=replace(chosen.prediction, time=time, energy=energy))
     parts = step_parts(shown(replace(plan, chosen=chosen), 100))
     waited = 100 * time.exposed_communication_fraction

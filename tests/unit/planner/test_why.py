@@ -10,6 +10,7 @@ from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.plan import Nearest, in_words
 from shardwise.planner.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
+from shardwise.simulate.time.links import slowest_links
 from shardwise.units import GIB
 
 
@@ -117,6 +118,7 @@ def waits(
         option.prediction.time,
         exposed_communication_seconds=(peers + others) * step,
         exposed_to_peers_seconds=peers * step,
+        **dict(zip(("link", "link_to_peers"), slowest_links(hardware, strategy), strict=True)),
     )
     option = replace(option, strategy=strategy, prediction=replace(option.prediction, time=time))
     why = reasons(option, (), hardware=hardware, objective="throughput", margin=0.05)

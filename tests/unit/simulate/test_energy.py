@@ -27,6 +27,7 @@ def test_large_products_run_at_the_power_limit(layers) -> None:
     """Rows of the ledger that are all products draw 683 to 706 W of 700."""
     time, energy = predict(layers(blocks=16, width=8192, tokens=8192))
     assert energy.joules_per_step / time.step_seconds == pytest.approx(690, rel=0.02)
+    assert energy.at_power_limit
 
 
 def test_a_gpu_that_waits_draws_little(layers) -> None:
@@ -34,6 +35,7 @@ def test_a_gpu_that_waits_draws_little(layers) -> None:
     time, energy = predict(layers(width=256, tokens=256))
     watts = energy.joules_per_step / time.step_seconds
     assert H200.constant_watts < watts < 200
+    assert not energy.at_power_limit
     assert energy.idle_joules == pytest.approx(H200.constant_watts * time.step_seconds)
 
 

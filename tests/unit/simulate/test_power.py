@@ -29,7 +29,12 @@ def step(watts: float, gpus: int = 1, gpu=A40, **seconds: float) -> Prediction:
     busy = dict.fromkeys(("step_seconds", "full_clock_seconds", "compute_seconds", "clocked_seconds"), 1.0)
     time = Time(**{**nothing, **busy, **seconds, "tokens_per_step": 1000, "world_size": gpus})
     idle = Draw(gpu).constant_watts * gpus * time.step_seconds
-    energy = Energy(joules_per_step=watts * gpus * time.step_seconds, idle_joules=idle, tokens_per_step=1000)
+    energy = Energy(
+        joules_per_step=watts * gpus * time.step_seconds,
+        idle_joules=idle,
+        tokens_per_step=1000,
+        at_power_limit=False,
+    )
     terms = MemoryTerms(**dict.fromkeys(MemoryTerms.__dataclass_fields__, 0))
     memory = Memory(
         peak_reserved_bytes=0,
@@ -75,6 +80,7 @@ def test_a_limit_at_the_floor_of_the_voltage_by_hand() -> None:
     assert limited.time.step_seconds == pytest.approx(seconds, rel=1e-6)
     assert limited.energy.joules_per_step == pytest.approx(0.985 * 150 * seconds, rel=1e-6)
     assert limited.energy.idle_joules == pytest.approx(63 * seconds, rel=1e-6)
+    assert limited.energy.at_power_limit
 
 
 def test_a_limit_above_the_floor_by_hand() -> None:

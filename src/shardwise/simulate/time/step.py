@@ -7,6 +7,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.links import slowest_links
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.simulate.time.segments import clocked_seconds
 from shardwise.simulate.time.stragglers import slowest
@@ -63,6 +64,7 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
     joules need.
     """
     totals = played.totals
+    link, link_to_peers = slowest_links(hardware, strategy)
     waiting = slowest(strategy.world_size, hardware.straggler_fraction)
     return Time(
         step_seconds=waiting * max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
@@ -79,4 +81,6 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         world_size=strategy.world_size,
         full_clock_seconds=waiting * played.seconds,
         clocked_seconds=strategy.accumulation * clocked_seconds(trace, hardware.gpu) / strategy.pipeline,
+        link=link,
+        link_to_peers=link_to_peers,
     )
