@@ -304,6 +304,9 @@ class Settings:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
             said |= one if _MODEL.search(place) or not self.calls else {}
             self.tokenizer = self.tokenizer or one
+            _, source = one["model_name_or_path",]
+            if self.calls and "Tokenizer" in place and isinstance(source, str) and source != UNKNOWN:
+                self._put({("tokenizer_name",): (call.lineno, source)})
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
         if self.calls and last == "from_pretrained" and re.match(r"Fast\w*Model\.", place):

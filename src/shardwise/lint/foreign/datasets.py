@@ -16,15 +16,14 @@ _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a fil
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
 
 
-def with_datasets(document: Document, said: list[str]) -> list[Document]:
+def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[Document]:
     """The document with paths for its datasets, and one for what is said of them elsewhere."""
+    document = _in_own_words(document, "swift" if swift else "axolotl" if "base_model" in document.values else "")
     values = dict(document.values)
     for name in ("datasets", "test_datasets"):
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
-    if "base_model" in values:
-        values.pop("use_gradient_checkpointing", None)  # which Axolotl does not read
     if values.get("stage") == "pt":
         values.pop("template", None)  # it is for conversations
     if not values.keys() & _FACTORY:
@@ -41,6 +40,14 @@ def with_datasets(document: Document, said: list[str]) -> list[Document]:
             values[name] = files if len(files) > 1 else files[0]
         held += info.settings(names)
     return [replace(document, values=values), *held]
+
+
+def _in_own_words(document: Document, tool: str) -> Document:
+    """The document with `tool.key` for keys that mean something else to this tool than to others."""
+    held = {key for key in TABLE["others"].get(tool, ()) if key in document.values}
+    values = {f"{tool}.{key}" if key in held else key: value for key, value in document.values.items()}
+    marks = {(tool, *key) if key[0] in held else key: mark for key, mark in document.marks.items()}
+    return replace(document, values=values, marks=marks)
 
 
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

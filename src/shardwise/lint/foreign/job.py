@@ -38,7 +38,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     """
     said = list[str]()
     read = of_files.read(files, said)
-    documents = [part for one in read for part in with_datasets(one, said)]
+    swift = any(one.get("launcher") == "swift" for one in read)
+    documents = [part for one in read for part in with_datasets(one, said, swift=swift)]
     setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
     planned = translate(replace(setup, asked_world_size=setup.launched or 1))
     order = [one.name for one in documents if one.kind != "training"]
@@ -55,6 +56,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if not one.key.startswith(_LORA)]
     if any(one.get("lora_target_linear") is True for one in documents):  # and others, too
         stated = [one for one in stated if one.key != _TARGETS or one.word]
+    models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
+    stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
     lost = {one.key for one in stated if not one.value}
     stated = resolve.with_precision([one for one in stated if one.value])
     if not stated:
@@ -77,7 +80,6 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
-    swift = any(one.get("launcher") == "swift" for one in documents)
     if swift and not {"accumulation", "total"} & batch.keys():
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
