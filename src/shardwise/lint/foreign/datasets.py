@@ -18,8 +18,11 @@ _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from",
 
 def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[Document]:
     """The document with paths for its datasets, and one for what is said of them elsewhere."""
-    document = _in_own_words(document, "swift" if swift else "axolotl" if "base_model" in document.values else "")
-    values = dict(document.values)
+    tool = "swift" if swift else "axolotl" if "base_model" in document.values else ""
+    own = {key: f"{tool}.{key}" for key in TABLE["others"].get(tool, ())}  # words that others mean otherwise
+    values = {own.get(key, key): value for key, value in document.values.items()}
+    marks = {(tool, *key) if key[0] in own else key: mark for key, mark in document.marks.items()}
+    document = replace(document, marks=marks)
     for name in ("datasets", "test_datasets"):
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
@@ -42,14 +45,6 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     return [replace(document, values=values), *held]
 
 
-def _in_own_words(document: Document, tool: str) -> Document:
-    """The document with `tool.key` for keys that mean something else to this tool than to others."""
-    held = {key for key in TABLE["others"].get(tool, ()) if key in document.values}
-    values = {f"{tool}.{key}" if key in held else key: value for key, value in document.values.items()}
-    marks = {(tool, *key) if key[0] in held else key: mark for key, mark in document.marks.items()}
-    return replace(document, values=values, marks=marks)
-
-
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Axolotl's datasets as one: a list of each key, or its value where all have the same."""
     columns = {key: [row.get(key) for row in rows] for row in rows for key in row}
@@ -63,15 +58,12 @@ class _Info:
         self.file, self._rows = f"{values.get('dataset_dir', 'data')}/dataset_info.json", dict[str, Any]()
         for there in found([self.file], Path(document.name).parent):
             with suppress(ValueError, OSError):
-                self._rows, self.file = dict(json.loads(there.read_bytes())), str(there)
-
-    def _row(self, name: str) -> Mapping[str, Any]:
-        row = self._rows.get(name)
-        return row if isinstance(row, Mapping) else {}
+                rows, self.file = dict(json.loads(there.read_bytes())), str(there)
+                self._rows = {name: row for name, row in rows.items() if isinstance(row, Mapping)}
 
     def file_of(self, name: str) -> str:
         """The file or hub dataset of a name; empty if nothing says it."""
-        row = self._row(name)
+        row = self._rows.get(name, {})
         if "hf_hub_url" in row:
             return str(row["hf_hub_url"])
         if "file_name" in row:
@@ -80,7 +72,7 @@ class _Info:
 
     def settings(self, names: Sequence[str]) -> Iterator[Document]:
         """A document with what the rows say in addition to the files, if they say anything."""
-        rows = [self._row(name) for name in names if self._row(name)]
+        rows = [self._rows[name] for name in names if self._rows.get(name)]
         if not rows:
             return
         made = {key: value for key, value in _as_one(rows).items() if key not in ("file_name", "hf_hub_url")}

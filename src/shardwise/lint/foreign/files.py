@@ -39,9 +39,6 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
-    for one in documents:
-        if one.kind == "job":
-            raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
     texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
         _refuse(one, texts)
@@ -100,9 +97,12 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
 
 
 def _refuse(document: Document, texts: str) -> None:
-    """Stop at a file of a tool that is not read, or of a method that a job has not. `texts`: all scripts'."""
+    """Stop at a job, at a file that is not read, and at a method that no job has. `texts`: all scripts'."""
+    if document.kind == "job":
+        raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
     if document.syntax != "python" and (tool := unread_tool(document)):
-        what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
+        what = f"it is a file of {tool}, which is not read"
+        fix = f"`shardwise init` writes a job to fill in; --from reads {TABLE['readable']}"
         raise JobError(what, where=document.name, fix=fix)
     given = {key: document.get(key) for key in TABLE["other_methods"] if document.kind != "deepspeed"}
     other = [
@@ -120,12 +120,11 @@ def _refuse(document: Document, texts: str) -> None:
         other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
     if _WORDS["generates"].search(script) and not _WORDS["trains"].search(script):
-        what, fix = "nothing in it trains a model", "name the script that does"
-        raise JobError(what, where=document.name, fix=fix)
+        fix = "name the script that does"
+        raise JobError("nothing in it trains a model", where=document.name, fix=fix)
     for name, line in other:
-        what = f"{name}: {_OTHER}"
         fix = "name the files of that stage of training"
-        raise JobError(what, where=f"{document.name}:{line}", fix=fix)
+        raise JobError(f"{name}: {_OTHER}", where=f"{document.name}:{line}", fix=fix)
 
 
 def _in_full(command: Document, options: set[str]) -> Document:
@@ -222,7 +221,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
-    gone = inputs.taken - kept
+    gone = inputs.taken - kept - {"use_peft"}  # which decides whether the adapters' defaults hold
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
@@ -314,5 +313,5 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
     precision = values.get("mixed_precision")
     for line, plugin in read_.plugins:
         settings = as_deepspeed(replace(held, values={DS: plugin, "mixed_precision": precision}))
-        settings |= {} if precision else {"bf16": {"enabled": AUTO}}
-        yield replace(held, values=settings, first=line)
+        open_ = {"gradient_clipping": AUTO} | ({} if precision else {"bf16": {"enabled": AUTO}})
+        yield replace(held, values=open_ | settings, first=line)
