@@ -118,7 +118,7 @@ def test_a_yaml_for_mamba(files: Path) -> None:
         "to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl",
         "assumed, as a training that names no rows to evaluate on does: data.eval_fraction=0",
         "not said by the files, so shardwise's own: data.loss_on answers, optimizer.schedule cosine, "
-        'train.precision bf16, train.save_every 100, train.keep 2, tracking [tensorboard]',
+        "train.precision bf16, train.save_every 100, train.keep 2, tracking [tensorboard]",
     ]
 
 

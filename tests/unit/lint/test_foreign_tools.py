@@ -17,8 +17,11 @@ Trainer(AutoModelForCausalLM.from_pretrained("a/b"), TrainingArguments("o", per_
 """
 ADAPTED = """\
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
-def main(args, model):
-    SFTTrainer(model.model_name_or_path, args=args, train_dataset=rows(), peft_config=get_peft_config(model)).train()
+def main(args, model_args):
+    adapters = None
+    if model_args.use_peft:
+        adapters = get_peft_config(model_args)
+    SFTTrainer(model_args.model_name_or_path, args=args, train_dataset=rows(), peft_config=adapters).train()
 main(*TrlParser((SFTConfig, ModelConfig)).parse_args_and_config())
 """
 SFT = "from trl import SFTConfig, SFTTrainer\nSFTTrainer('a/b', args=SFTConfig('o'), train_dataset=rows()).train()\n"
@@ -136,10 +139,12 @@ CASES: dict[str, Case] = {
         (),
     ),
     "no rows to evaluate on": (
-        {"train.py": TRAINER.format("eval_dataset=None")},
+        {
+            "train.py": f"from datasets import load_dataset\nrows = load_dataset('json', data_files=pick())\n{TRAINER.format('eval_dataset=None')}"
+        },
         {"data.eval_fraction": 0, "data.eval": None},
-        (),
-        ("to do: train.py:3: eval_dataset", "data.eval,"),
+        ("write data.train",),
+        ("write data.eval",),
     ),
     "evaluation is off": (
         {
@@ -242,6 +247,25 @@ CASES: dict[str, Case] = {
         {"model.lora.targets": ["q_proj", "v_proj"]},
         (),
         ("placeholder",),
+    ),
+    "what only a run knows of a script, another file may say": (
+        {
+            "a.yaml": "model_name_or_path: a/b\noptimizer_type: adamw_torch\nwarmup_ratio: 0.03\noutput_dir: o\neval_path: ''\n",
+            "train.py": TRAINER.format("").replace("'o',", "'o', optim=pick(), warmup_ratio=pick(),"),
+        },
+        {"optimizer.name": None, "data.eval_fraction": 0},
+        (),
+        ("could not be read", "changed", "data.eval:"),
+    ),
+    "the JSON of --fsdp_config is not DeepSpeed's": (
+        {
+            "run.sh": "torchrun --nproc_per_node 8 train.py --fsdp 'full_shard auto_wrap' --fsdp_config fsdp.json\n",
+            "train.py": TRAINER.format(""),
+            "fsdp.json": '{"fsdp_transformer_layer_cls_to_wrap": ["L"], "activation_checkpointing": true}',
+        },
+        {"strategy": "fsdp2", "optimizer.clip_norm": None, "train.checkpointing": "full"},
+        (),
+        ("conflict", "DeepSpeed without"),
     ),
     "Axolotl's conversation": (
         {"a.yaml": AXOLOTL.format("alpaca")},

@@ -18,7 +18,6 @@ _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_los
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
-_FACTORY = {*names("of_llama_factory")}
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
@@ -30,14 +29,13 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     if any(one.get(name) == "full" for one in documents for name in _KINDS):
         given = given | {"full"}
-    loop, calls = "loop" in tools, {name.rpartition(".")[2] for one in scripts for name in one.uses}
-    peft = any(one.get("use_peft") is True for one in documents)
+    asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     also = {
-        "zero": loop and any(map(_with_auto_clip, documents)),
-        "plain": loop and not any(_PRECISION.search(one.text) for one in scripts),
-        "alone": loop and not any(_SEVERAL.search(one.text) for one in scripts),
+        "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
+        "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
+        "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "do_eval": any(one.get("do_eval") is True for one in documents),
-        "trl_peft": peft and ("get_peft_config" in calls or not scripts),
+        "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     tools = [*(tool for tool in also if also[tool]), *tools, "any"]
     made = dict[str, str]()
@@ -86,7 +84,7 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
             return []
         if "base_model" in known:
             return ["axolotl"]
-        if _FACTORY & document.values.keys():
+        if {*names("of_llama_factory")} & document.values.keys():
             return ["factory", "trainer"]
         return ["sft_yaml"] * bool(_SFT & document.values.keys()) + ["trainer"]
     calls = {name.rpartition(".")[2] for name in document.uses}

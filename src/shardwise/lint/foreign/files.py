@@ -85,8 +85,7 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
         mine = f"class {name.rpartition('.')[2]}(" in texts
         if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
             yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    given = re.search(r"compute_loss_func=", script.text)
-    lines = [line_at(script.text, given.start())] if given else []
+    lines = [line_at(script.text, one.start()) for one in re.finditer("compute_loss_func=", script.text)]
     for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
         if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
             text = ast.unparse(node)
@@ -101,9 +100,8 @@ def _refuse(document: Document, texts: str) -> None:
     if document.kind == "job":
         raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
     if document.syntax != "python" and (tool := unread_tool(document)):
-        what = f"it is a file of {tool}, which is not read"
         fix = f"`shardwise init` writes a job to fill in; --from reads {TABLE['readable']}"
-        raise JobError(what, where=document.name, fix=fix)
+        raise JobError(f"it is a file of {tool}, which is not read", where=document.name, fix=fix)
     given = {key: document.get(key) for key in TABLE["other_methods"] if document.kind != "deepspeed"}
     other = [
         (f"{key}: {value}", document.line((key,)))

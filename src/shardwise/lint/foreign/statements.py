@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shardwise.errors import JobError
 from shardwise.job import source
 from shardwise.job.source import Key
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
 from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, lacks_number, leaves, meaning
 from shardwise.lint.rules.keys import unknown_keys
@@ -19,7 +19,6 @@ from shardwise.lint.shell_text import OPEN
 
 _RUN = "the text does not show its value, and a job file has no such key"
 _MANY = 8  # keys that are named
-_OVERLAP = "zero_optimization.overlap_comm"
 _QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
 _SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
 
@@ -42,7 +41,7 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         place = (key,) if document.has(key) else tuple(key.split("."))
         if key.endswith(".nvme_path") and '"nvme"' not in strategy:
             continue  # it belongs to another strategy
-        if key == _OVERLAP and '"overlap_comm": false' in strategy:
+        if key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy:
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
@@ -129,11 +128,14 @@ def _unknown(key: Key) -> str:
 def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
     """Keys of the job whose values in a file only a run knows, and where; of two, one is enough."""
     found = dict[str, str]()
+    shown = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
+    known = {TABLE["same"].get(key, key) for key in shown}
     quantized = any(_QUANTIZES.search(one.text) for one in documents)
     for document in documents:
         for place in document.marks:
-            if not is_open(document, place):
-                continue
+            name = TABLE["same"].get(".".join(place), ".".join(place))
+            if not is_open(document, place) or (document.syntax == "python" and name in known):
+                continue  # of two files, one is enough
             if place == ("lr_scheduler_type",) and "optimizer.schedule" in given:
                 continue  # whose other targets are those of a constant rate
             where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"

@@ -76,8 +76,8 @@ def _text(value: Any) -> str:
 def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
-    if rule in paths.LOCAL and _PLACEHOLDER.fullmatch(str(value)):
-        return [] if rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
+    if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
+        return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
@@ -113,9 +113,8 @@ def _reason(key: str, text: str) -> str:
 def targets(key: str, *, below: bool) -> set[str]:
     """The keys of a job that a key of another tool decides; `below`: also what keys below it decide."""
     found = {*TABLE["unread"].get(key, ())}
-    for known, rule in TABLE["keys"].items():
-        if known != key and not (below and known.startswith(f"{key}.")):
-            continue
+    rules = TABLE["keys"].items()
+    for rule in (one for name, one in rules if name == key or (below and name.startswith(f"{key}."))):
         changes = [rule] if isinstance(rule, str) else [one for row in rule.values() for one in row]
         found |= {change.partition("=")[0] for change in changes}
     found = {"train.precision" if one == "weights" else one for one in found - {"name"}}
