@@ -267,6 +267,21 @@ CASES: dict[str, Case] = {
         (),
         ("conflict", "DeepSpeed without"),
     ),
+    "LLaMA-Factory's own script is none of the user's": (
+        {
+            "run.sh": "torchrun --nproc_per_node 2 src/train.py a.yaml\n",
+            "a.yaml": "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\ncutoff_len: 64\nper_device_train_batch_size: 1\n",
+            "src/train.py": "from llamafactory.train.tuner import run_exp\nrun_exp()\n",
+        },
+        {
+            "data.packing": False,
+            "optimizer.beta2": 0.999,
+            "train.checkpointing": "full",
+            "train.global_batch": 2,
+        },
+        ("assumed, as LLaMA-Factory does",),
+        (),
+    ),
     "Axolotl's conversation": (
         {"a.yaml": AXOLOTL.format("alpaca")},
         {"data.chat_template": "alpaca"},

@@ -24,11 +24,11 @@ _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults a
 def defaults(given: set[str], documents: Sequence[Document], model: str, said: list[str]) -> list[str]:
     """The changes; `given`: keys of the job and of the files that something says."""
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
+    scripts = [one for one in scripts if not re.search(r"import run_exp\b", one.text)]  # LLaMA-Factory's own
     tools = [*dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))]
     if any(one.get("launcher") == "swift" for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
-    if any(one.get(name) == "full" for one in documents for name in _KINDS):
-        given = given | {"full"}
+    given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
