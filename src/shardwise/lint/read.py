@@ -122,7 +122,7 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
         return "job"
     if keys & _ACCELERATE:
         return "accelerate"
-    if keys & _TRAINERS_FSDP:
+    if {str(key).removeprefix("fsdp_") for key in keys} & _TRAINERS_FSDP:
         return "training"
     known = set(deepspeed_schema().sections[()].keys)
     if keys & (known - _IN_BOTH):

@@ -29,11 +29,13 @@ _TEMPLATE = re.compile(
 )  # what makes a text of fields
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _LONGEST = 90  # characters of a text that are shown
+_FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _PRINTS = re.compile(r"(?i)print|log|warn|error|info|debug")
 _SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
     "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
     "packed()": re.compile(r"def group_texts|concatenated_examples|np\.memmap\("),
     "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\("),
+    "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
     "labels()": re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids"),
     "scheduler()": re.compile(
         r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*="
@@ -135,6 +137,12 @@ class Settings:
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
                         self._put(self.known.entries(one.right, ("accumulation",)))
+            case ast.ClassDef(name=name, bases=bases) if any(
+                ast.unparse(b).endswith("Dataset") for b in bases
+            ):
+                read = dict.fromkeys(_FIELD.findall(ast.unparse(node))).keys() - {*names("shape_fields")}
+                made_of = (node.lineno, ", ".join(sorted(read)))  # the class makes a text of them
+                self._put({(f"text by {name}",): made_of} if read and self.calls else {})
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
                     given = self.known.flag(field)
@@ -289,14 +297,26 @@ class Settings:
             said = {("config",): said["config",]} if isinstance(file, str) else {}
             self._put(said)  # the file or dict says all; the arguments count for nothing
             return
+        if (warmup := given.get("num_warmup_steps")) and (share := self._share(warmup)):
+            del said["num_warmup_steps",]
+            self._put({("warmup_ratio",): (call.lineno, share)})
         wraps = [one for one in said if one[0].startswith("activation_checkpointing")]  # Lightning's classes
         said |= {one: (said[one][0], True) for one in wraps}
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})
+
+    def _share(self, warmup: ast.AST) -> float | None:
+        """The known share of a number of steps that is not known: `int(0.05 * total)`."""
+        sums = [one for one in ast.walk(self.known.meant(warmup)) if isinstance(one, ast.BinOp)]
+        open_ = [one for one in sums if isinstance(one.op, ast.Mult) and self.known.value(one) == UNKNOWN]
+        sides = [self.known.value(side) for one in open_ for side in (one.left, one.right)]
+        return next((one for one in sides if isinstance(one, float) and 0 < one < 1), None)
 
     def _arguments(self, call: ast.Call, called: str, said: Said) -> None:
         """Of the calls whose arguments are settings of their own."""
         last, place = called.rpartition(".")[2], ast.unparse(call.func)
         said.pop(("configured",), None)
+        if self.calls and said.get(("eval_dataset",), (0, UNKNOWN))[1] is None:
+            said["eval_strategy",] = said.pop(("eval_dataset",))[0], "no"
         if last == "from_pretrained":
             said.pop(("config",), None)  # the model's
         self.marks.setdefault((last,), Mark(line=call.lineno))
@@ -304,6 +324,9 @@ class Settings:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
             said |= one if _MODEL.search(place) or not self.calls else {}
             self.tokenizer = self.tokenizer or one
+            _, source = one["model_name_or_path",]
+            if self.calls and "Tokenizer" in place and isinstance(source, str) and source != UNKNOWN:
+                self._put({("tokenizer_name",): (call.lineno, source)})
             task = re.search(r"For(?!CausalLM)[A-Z]\w+", place)
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
         if self.calls and last == "from_pretrained" and re.match(r"Fast\w*Model\.", place):

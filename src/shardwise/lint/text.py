@@ -99,7 +99,7 @@ def read_yaml(text: str, name: str) -> Document:
     try:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            what, fix = "it holds no `key: value` lines", "see `shardwise check --help`"
+            what, fix = "it holds no `key: value` lines", "write `key: value` lines, or name another file"
             raise UnreadableError(what, line=1, fix=fix)
         marks, duplicates = _marks(node)
         values: Any = loader.construct_document(node)

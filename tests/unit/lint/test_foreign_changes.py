@@ -294,9 +294,10 @@ CASES: dict[str, Case] = {
             "model.lora.rank": 8,
             "model.lora.alpha": 32,
             "model.lora.dropout": 0.05,
+            "model.lora.targets": ["q_proj", "v_proj"],
             "optimizer.learning_rate": 2e-5,
         },
-        ("to do: use_peft: PEFT chooses the modules", "no double quantisation by default"),
+        ("no double quantisation by default",),
         (),
     ),
     "Axolotl trains on all turns": (

@@ -16,15 +16,17 @@ _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a fil
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
 
 
-def with_datasets(document: Document, said: list[str]) -> list[Document]:
+def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[Document]:
     """The document with paths for its datasets, and one for what is said of them elsewhere."""
-    values = dict(document.values)
+    tool = "swift" if swift else "axolotl" if "base_model" in document.values else ""
+    own = {key: f"{tool}.{key}" for key in TABLE["others"].get(tool, ())}  # words that others mean otherwise
+    values = {own.get(key, key): value for key, value in document.values.items()}
+    marks = {(tool, *key) if key[0] in own else key: mark for key, mark in document.marks.items()}
+    document = replace(document, marks=marks)
     for name in ("datasets", "test_datasets"):
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
-    if "base_model" in values:
-        values.pop("use_gradient_checkpointing", None)  # which Axolotl does not read
     if values.get("stage") == "pt":
         values.pop("template", None)  # it is for conversations
     if not values.keys() & _FACTORY:
@@ -56,15 +58,12 @@ class _Info:
         self.file, self._rows = f"{values.get('dataset_dir', 'data')}/dataset_info.json", dict[str, Any]()
         for there in found([self.file], Path(document.name).parent):
             with suppress(ValueError, OSError):
-                self._rows, self.file = dict(json.loads(there.read_bytes())), str(there)
-
-    def _row(self, name: str) -> Mapping[str, Any]:
-        row = self._rows.get(name)
-        return row if isinstance(row, Mapping) else {}
+                rows, self.file = dict(json.loads(there.read_bytes())), str(there)
+                self._rows = {name: row for name, row in rows.items() if isinstance(row, Mapping)}
 
     def file_of(self, name: str) -> str:
         """The file or hub dataset of a name; empty if nothing says it."""
-        row = self._row(name)
+        row = self._rows.get(name, {})
         if "hf_hub_url" in row:
             return str(row["hf_hub_url"])
         if "file_name" in row:
@@ -73,7 +72,7 @@ class _Info:
 
     def settings(self, names: Sequence[str]) -> Iterator[Document]:
         """A document with what the rows say in addition to the files, if they say anything."""
-        rows = [self._row(name) for name in names if self._row(name)]
+        rows = [self._rows[name] for name in names if self._rows.get(name)]
         if not rows:
             return
         made = {key: value for key, value in _as_one(rows).items() if key not in ("file_name", "hf_hub_url")}

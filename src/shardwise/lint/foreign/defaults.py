@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.table import TABLE
+from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
 from shardwise.lint.setup import of_script
 
@@ -14,25 +15,29 @@ _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
-_FACTORY = {*names("of_llama_factory")}
+_OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
+_PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
+_OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
 def defaults(given: set[str], documents: Sequence[Document], model: str, said: list[str]) -> list[str]:
     """The changes; `given`: keys of the job and of the files that something says."""
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
-    tools = dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))
-    if any(one.get("launcher") == "swift" for one in documents):  # whatever keys its file has
-        version_4 = any(one.has("model") for one in documents)  # version 2 had other names and defaults
-        tools = dict.fromkeys(["swift"] * version_4)
-    if any(one.get(name) == "full" for one in documents for name in _KINDS):
-        given = given | {"full"}
-    if "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts):
-        tools["plain"] = None
-    if any(one.get("do_eval") is True for one in documents):
-        tools["do_eval"] = None
-    if "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts):
-        tools["alone"] = None
+    scripts = [one for one in scripts if not re.search(r"import run_exp\b", one.text)]  # LLaMA-Factory's own
+    tools = [*dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))]
+    if any(one.get("launcher") == "swift" for one in documents):  # its file may have any keys
+        tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
+    given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
+    asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
+    also = {
+        "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
+        "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
+        "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
+        "do_eval": any(one.get("do_eval") is True for one in documents),
+        "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
+    }
+    tools = [*(tool for tool in also if also[tool]), *tools, "any"]
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()
@@ -40,7 +45,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             if tool in row["of"] and not given & {*row["unless"]} and given.issuperset(row.get("where", ())):
                 own += [change for change in row["job"] if change.partition("=")[0] not in made]
                 said += [row["say"]] if "say" in row else []
-        if tool == "peft" and _TARGETS not in given and model:
+        if tool in ("peft", "trl_peft") and _TARGETS not in given and model:
             by_name = TABLE["peft_targets"].items()
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
             own.append(f"{_TARGETS}=[{modules}]")
@@ -51,20 +56,35 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     return [*made.values()]
 
 
+def _before_22(script: Document) -> bool:
+    """Whether a script is for TRL before 0.22: by its own words, or by what is installed for it."""
+    pins = (one for folder in Path(script.name).parents for name in _PINS for one in folder.glob(name))
+    texts = (one.read_text(encoding="utf-8", errors="replace") for one in pins if is_file(one))
+    return bool(_OLD_TRL.search(script.text) or any(_OLD_PIN.search(text) for text in texts))
+
+
+def _with_auto_clip(document: Document) -> bool:
+    """Whether Accelerate fills in DeepSpeed's clipping, with 1.0 (accelerator.py: _prepare_deepspeed)."""
+    section = document.section("deepspeed_config")
+    asks = bool(section) or document.get("use_deepspeed") is True
+    own = {"deepspeed_config_file", "gradient_clipping"} & {*document.values, *section}
+    return document.get("gradient_clipping") == AUTO or (asks and not own)
+
+
 def _tools(document: Document, *, alone: bool) -> list[str]:
     """Whose defaults hold for what a document does not say; `alone`: without a script."""
     if document.kind == "deepspeed":
         own = ["deepspeed"] if document.has("optimizer", "type") else []
-        return own if document.has("gradient_clipping") else [*own, "clipless"]
+        return own if "gradient_clipping" in document.values else [*own, "clipless"]
     if document.syntax != "python":
         known = {*TABLE["marks"]} & document.values.keys()
         if alone and Path(str(document.get("script"))).name == "sft.py":
-            return ["sft_script", "sft_config", "trl"]
+            return ["sft_script", "sft_config", "trl_22", "trl"]
         if not known or not alone:
             return []
         if "base_model" in known:
             return ["axolotl"]
-        if _FACTORY & document.values.keys():
+        if {*names("of_llama_factory")} & document.values.keys():
             return ["factory", "trainer"]
         return ["sft_yaml"] * bool(_SFT & document.values.keys()) + ["trainer"]
     calls = {name.rpartition(".")[2] for name in document.uses}
@@ -76,6 +96,7 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
     if of_script(document) == "trainer":
         if calls & {"SFTTrainer", "SFTConfig"}:  # takes the Trainer's arguments too, with their defaults
             own = [] if "TrainingArguments" in calls and "SFTConfig" not in calls else ["sft_config"]
+            own += ["trl_22"] if own and not _before_22(document) else []
             return [*unsloth, *adapters, *own, "trl"]
         return [*unsloth, *adapters, *([] if calls & {*names("trl_arguments")} else ["trainer"])]
     torch = ["torch"] if any(document.has(f"{name}()") for name in TABLE["adam"]) else []

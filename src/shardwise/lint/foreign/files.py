@@ -39,9 +39,6 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
-    for one in documents:
-        if one.kind == "job":
-            raise JobError("it is a job file already", where=one.name, fix="shardwise train takes it")
     texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
         _refuse(one, texts)
@@ -88,8 +85,7 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
         mine = f"class {name.rpartition('.')[2]}(" in texts
         if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
             yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    given = re.search(r"compute_loss_func=", script.text)
-    lines = [line_at(script.text, given.start())] if given else []
+    lines = [line_at(script.text, one.start()) for one in re.finditer("compute_loss_func=", script.text)]
     for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
         if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
             text = ast.unparse(node)
@@ -100,10 +96,12 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
 
 
 def _refuse(document: Document, texts: str) -> None:
-    """Stop at a file of a tool that is not read, or of a method that a job has not. `texts`: all scripts'."""
+    """Stop at a job, at a file that is not read, and at a method that no job has. `texts`: all scripts'."""
+    if document.kind == "job":
+        raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
     if document.syntax != "python" and (tool := unread_tool(document)):
-        what, fix = f"it is a file of {tool}, which is not read", "shardwise init writes a job to fill in"
-        raise JobError(what, where=document.name, fix=fix)
+        fix = f"`shardwise init` writes a job to fill in; --from reads {TABLE['readable']}"
+        raise JobError(f"it is a file of {tool}, which is not read", where=document.name, fix=fix)
     given = {key: document.get(key) for key in TABLE["other_methods"] if document.kind != "deepspeed"}
     other = [
         (f"{key}: {value}", document.line((key,)))
@@ -120,12 +118,11 @@ def _refuse(document: Document, texts: str) -> None:
         other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
     if _WORDS["generates"].search(script) and not _WORDS["trains"].search(script):
-        what, fix = "nothing in it trains a model", "name the script that does"
-        raise JobError(what, where=document.name, fix=fix)
+        fix = "name the script that does"
+        raise JobError("nothing in it trains a model", where=document.name, fix=fix)
     for name, line in other:
-        what = f"{name}: {_OTHER}"
         fix = "name the files of that stage of training"
-        raise JobError(what, where=f"{document.name}:{line}", fix=fix)
+        raise JobError(f"{name}: {_OTHER}", where=f"{document.name}:{line}", fix=fix)
 
 
 def _in_full(command: Document, options: set[str]) -> Document:
@@ -222,7 +219,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
-    gone = inputs.taken - kept
+    gone = inputs.taken - kept - {"use_peft"}  # which decides whether the adapters' defaults hold
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
@@ -314,5 +311,5 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
     precision = values.get("mixed_precision")
     for line, plugin in read_.plugins:
         settings = as_deepspeed(replace(held, values={DS: plugin, "mixed_precision": precision}))
-        settings |= {} if precision else {"bf16": {"enabled": AUTO}}
-        yield replace(held, values=settings, first=line)
+        open_ = {"gradient_clipping": AUTO} | ({} if precision else {"bf16": {"enabled": AUTO}})
+        yield replace(held, values=open_ | settings, first=line)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +22,8 @@ from shardwise.lint.foreign.table import STEPS, TABLE, leaves, run_name
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import translate
 
-_EVERY = {
-    "train.save_every": ("save_strategy",),
-    "train.eval_every": ("eval_strategy", "evaluation_strategy"),
-}
+_NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
+_COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
@@ -38,7 +37,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     """
     said = list[str]()
     read = of_files.read(files, said)
-    documents = [part for one in read for part in with_datasets(one, said)]
+    swift = any(one.get("launcher") == "swift" for one in read)
+    documents = [part for one in read for part in with_datasets(one, said, swift=swift)]
     setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
     planned = translate(replace(setup, asked_world_size=setup.launched or 1))
     order = [one.name for one in documents if one.kind != "training"]
@@ -48,25 +48,26 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     strategy = stated[-1].value if stated else ""
     for document in documents:
         stated += folded([*statements(document, setup, strategy, said)], setup, said)
-    if setup.training("save_strategy") == "epoch":  # whatever `save_steps` is by default
-        stated = [one for one in stated if one.key != "train.save_every"]
+    saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
+    if saves in _NO_STEPS:  # whatever `save_steps` is by default
+        stated = [one for one in stated if one.key != "train.save_every" or one.word]
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
     if any(one.get("lora_target_linear") is True for one in documents):  # and others, too
         stated = [one for one in stated if one.key != _TARGETS or one.word]
+    models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
+    stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
     lost = {one.key for one in stated if not one.value}
     stated = resolve.with_precision([one for one in stated if one.value])
     if not stated:
         to_do = [one for one in said if one.startswith("to do")]
         fix = "; ".join(to_do) or "add the launch command, or the file with the arguments"
-        what, where = "none of its settings is one of a job", ", ".join(map(str, files))
-        raise JobError(what, where=where, fix=fix)
+        raise JobError("none of its settings is one of a job", where=", ".join(map(str, files)), fix=fix)
     given = {one.key for one in stated} | lost
-    open_ = unsaid(documents, given)
-    for key, kinds in _EVERY.items():
-        if setup.training(*kinds) in ("epoch", "no"):
-            open_.pop(key, None)
+    idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
+    idle["data.eval"] = evaluates in _NO_STEPS[1:]
+    open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
     keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
@@ -77,7 +78,6 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
-    swift = any(one.get("launcher") == "swift" for one in documents)
     if swift and not {"accumulation", "total"} & batch.keys():
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
@@ -160,7 +160,10 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
-    unset = [f"{key} {value}" for key, value in rest.items() if key in TABLE["shown"]]
+    if job.values["data"].get("eval_fraction") == 0:
+        rest.pop("train.eval_every", None)  # there is nothing to evaluate on
+    texts = [f"{key} {json.dumps(value)}" for key, value in rest.items() if key in TABLE["shown"]]
+    unset = [one.replace('"', "") for one in texts]
     if not {"steps", "epochs"} & job.values.get("train", {}).keys():
         unset.append("one epoch")
     if unset:
@@ -193,6 +196,6 @@ def _text(job: source.Document, files: Sequence[Path], folder: Path, said: Seque
         if train == fill:
             job.values["data"]["train"] = fill
     lines = [f"made of {', '.join(map(str, files))}", *said]
-    head = "".join(f"# {' '.join(line.split())}\n" for line in lines)
+    head = "".join(f"# {part}\n" for line in lines for part in _COMMENT.wrap(" ".join(line.split())))
     ordered = {key: job.values[key] for key in json_schema.names_below(()) if key in job.values}
     return f"{head}\n{source.job_text(ordered)}"

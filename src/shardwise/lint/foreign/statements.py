@@ -1,14 +1,16 @@
 """What each document says of the keys of a job, where, and what of it is left out."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from shardwise.errors import JobError
 from shardwise.job import source
 from shardwise.job.source import Key
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, leaves, meaning
+from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, lacks_number, leaves, meaning
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
@@ -17,7 +19,8 @@ from shardwise.lint.shell_text import OPEN
 
 _RUN = "the text does not show its value, and a job file has no such key"
 _MANY = 8  # keys that are named
-_OVERLAP = "zero_optimization.overlap_comm"
+_QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
+_SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
 
 
 class Statement(NamedTuple):
@@ -38,13 +41,15 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         place = (key,) if document.has(key) else tuple(key.split("."))
         if key.endswith(".nvme_path") and '"nvme"' not in strategy:
             continue  # it belongs to another strategy
-        if key == _OVERLAP and '"overlap_comm": false' in strategy:
+        if key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy:
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
+        if document.syntax != "python" and lacks_number(key, value):
+            raise JobError(f"{value!r} is no number", where=at, fix="write a number there")
         meant = _unknown(near) if near else meaning(key, value, steps)
-        if str(value) in TABLE["notes"]:
-            said.append(f"changed: {at}: {value}: {TABLE['notes'][value]}")
+        notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys()
+        said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
         if isinstance(meant, str):
             if meant == WRITE_STEPS and document.get("lr_scheduler_type") == "constant":
@@ -123,14 +128,19 @@ def _unknown(key: Key) -> str:
 def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
     """Keys of the job whose values in a file only a run knows, and where; of two, one is enough."""
     found = dict[str, str]()
+    shown = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
+    known = {TABLE["same"].get(key, key) for key in shown}
+    quantized = any(_QUANTIZES.search(one.text) for one in documents)
     for document in documents:
         for place in document.marks:
-            if not is_open(document, place):
-                continue
+            name = TABLE["same"].get(".".join(place), ".".join(place))
+            if not is_open(document, place) or (document.syntax == "python" and name in known):
+                continue  # of two files, one is enough
             if place == ("lr_scheduler_type",) and "optimizer.schedule" in given:
                 continue  # whose other targets are those of a constant rate
             where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
-            for key in sorted(targets_of(document, place) - {"train.seed"}):  # any is as good
+            unneeded = _SELDOM | ({"model.quantization"} if place[0] == "**" and not quantized else set())
+            for key in sorted(targets_of(document, place) - unneeded):
                 part = key == "strategy" and len(place) > 1  # of one that other arguments give in part
                 if part or not {key, TABLE["instead"].get(key)} & {*given, *found}:
                     found[key] = where

@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import yaml
+
 from shardwise.job.strategies import NAMED
 from shardwise.lint.foreign.statements import Statement
 from shardwise.lint.setup import Setup
@@ -39,7 +41,7 @@ def _strategy(parts: Sequence[Statement], said: list[str], gpus: int | None) -> 
             made, engine = {"engine": one.value}, one
         else:
             engine = one if name == "engine" else engine
-            made[name] = _value(one.value)
+            made[name] = yaml.safe_load(one.value)
     if made.get("engine") != "fsdp2":
         made.pop("reshard", None)
     if made.get("shard_group") == "node":
@@ -58,10 +60,3 @@ def _strategy(parts: Sequence[Statement], said: list[str], gpus: int | None) -> 
 def _call(one: Statement) -> str:
     """The call or key that says it."""
     return one.place.partition(": ")[2].partition("(")[0].partition(".")[0].strip()
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from shardwise.job import paths
+from shardwise.job import json_schema, paths
 from shardwise.lint.document import AUTO
 from shardwise.lint.schema import as_number, toml_file
 from shardwise.lint.script_inputs import OPEN
@@ -21,6 +21,8 @@ STEPS = "all steps"  # job.py says how many they are
 WRITE_STEPS = f"write optimizer.warmup_steps, this share of {STEPS}; unset means 3 %"
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
+_PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
+_WORD = re.compile(r"(?!(auto|none|inf|all|gpu)$)[A-Za-z ]+")  # but those that a tool takes for a number
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 
 
@@ -51,6 +53,15 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     return _reason(key, text.strip('"'))
 
 
+def lacks_number(key: str, value: Any) -> bool:
+    """Whether a file has a word in place of the number that a key is."""
+    rule = TABLE["keys"].get(key)
+    if not isinstance(rule, str) or not isinstance(value, str) or not _WORD.fullmatch(value):
+        return False
+    kinds = {one.get("type") for one in json_schema.at(tuple(rule.split(".")))}
+    return rule.startswith("batch.") or (bool(kinds) and kinds <= {"integer", "number", "null"})
+
+
 def _number(value: Any) -> float | int | None:
     """The number that a value is, also `1e-4` as text."""
     is_text = isinstance(value, str) and not _EXPONENT.fullmatch(value)
@@ -65,6 +76,8 @@ def _text(value: Any) -> str:
 def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
+    if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
+        return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
@@ -100,9 +113,8 @@ def _reason(key: str, text: str) -> str:
 def targets(key: str, *, below: bool) -> set[str]:
     """The keys of a job that a key of another tool decides; `below`: also what keys below it decide."""
     found = {*TABLE["unread"].get(key, ())}
-    for known, rule in TABLE["keys"].items():
-        if known != key and not (below and known.startswith(f"{key}.")):
-            continue
+    rules = TABLE["keys"].items()
+    for rule in (one for name, one in rules if name == key or (below and name.startswith(f"{key}."))):
         changes = [rule] if isinstance(rule, str) else [one for row in rule.values() for one in row]
         found |= {change.partition("=")[0] for change in changes}
     found = {"train.precision" if one == "weights" else one for one in found - {"name"}}
