@@ -18,6 +18,7 @@ from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
+from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
@@ -122,7 +123,10 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
         return _job_findings(document, setup)
     mine = (one for one in RULES if one.kind == document.kind)
     held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
-    return [finding(one, document, hit) for one in held for hit in one.find(document, setup)]
+    others = [one for one in setup.of("training") if one.name != document.name]
+    seen = {False: document, True: as_run(document, others) if document.syntax == "python" else document}
+    found = (finding(one, seen[one.runs], hit) for one in held for hit in one.find(seen[one.runs], setup))
+    return [*{(one.rule, one.line, one.key, one.what): one for one in found}.values()]  # of several calls once
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import DEEPSPEED, Hit, Severity, training_rule
+from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
@@ -43,7 +43,7 @@ _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
-@training_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
+@loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
 def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
     program, steps = ast.unparse(tree_of(document)), reversed([*calls(document, "step")])
@@ -65,7 +65,7 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 
-@training_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
+@loop_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
 def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed trains only with an optimizer of the file or of the script."""
     trains = "deepspeed.initialize" in document.uses and ".backward(" in document.text
@@ -79,7 +79,7 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("initialize",), what, fix)
 
 
-@training_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
+@loop_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
 def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
     program, made = tree_of(document), made_by(document)
@@ -96,7 +96,7 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
             return
 
 
-@training_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
+@loop_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
 def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     """The schedule is stepped before the optimizer: the first learning rate is never used."""
     made = made_by(document)
@@ -107,7 +107,7 @@ def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
         for one, call in steps[: own[0]] if own else ():
             alone = isinstance(one, ast.Expr) and one.value is call and not call.args
             if alone and "sched" in stepped(call).lower():
-                fix = f"`{ast.unparse(call)}` after line {steps[own[0]][1].lineno}"
+                fix = f"`{ast.unparse(call)}` after line {document.at(steps[own[0]][1].lineno)}"
                 yield Hit((), fix=fix, line=call.lineno)
                 return
 
@@ -157,7 +157,7 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
 
-@training_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
+@loop_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
     program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
@@ -174,7 +174,7 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 
-@training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
+@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
 def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
     given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
@@ -226,7 +226,7 @@ def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[as
                 continue
             left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
             rest = items[at + 1 :] if left else branch.orelse
-            said = f"`if {ast.unparse(branch.test)}` (line {branch.lineno})"
+            said = f"`if {ast.unparse(branch.test)}` (line {document.at(branch.lineno)})"
             if _on_one(branch.test, known):
                 yield said, branch.body, rest
             elif _on_one(_opposite(branch.test), known):
@@ -236,7 +236,7 @@ def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[as
                 yield said, [], [branch] if re.search("rank|RANK|process", words) else []
 
 
-@training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
+@loop_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
@@ -264,7 +264,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             yield Hit((), what, fix, line=line)
 
 
-@training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
+@loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
     made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
@@ -335,7 +335,7 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
     return next((line for line, *texts in said if {*texts} & counts or "accum" in texts[0]), None)
 
 
-@training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
+@loop_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
     prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
@@ -350,11 +350,11 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
         loss = ast.unparse(getattr(call.func, "value", call.func))
         fix = f"accelerator.backward({loss})"
         if count and divided:
-            fix += f", which divides by {count} itself: also remove the division in line {divided}"
+            fix += f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
         yield Hit((), what, fix, severity=None if steps else "warning", line=call.lineno)
 
 
-@training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
+@loop_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
 def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
     """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
     made = made_by(document)
@@ -366,11 +366,12 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
         counts = in_file | {own} - {""} if "accelerator" in by else in_file if _INITIALIZE in by else set()
         scales = all(one.arg != "scale_wrt_gas" for one in call.keywords)
         if call.args and counts and scales and (line := _division(document, call, counts)):
-            what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {line} does too: the "
-            yield Hit((), f"{what}gradients are too small", f"remove the division in line {line}", line=line)
+            at = document.at(line)
+            what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {at} does too: the "
+            yield Hit((), f"{what}gradients are too small", f"remove the division in line {at}", line=line)
 
 
-@training_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
+@loop_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
     count, program = _accumulated(document), tree_of(document)

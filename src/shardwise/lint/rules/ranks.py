@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.finding import Hit, Severity, loop_rule
 from shardwise.lint.rules.loop import made_by
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names, table
@@ -47,7 +47,7 @@ def _of_a_library(document: Document) -> bool:
     return bool(called)
 
 
-@training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
+@loop_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
 def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a DistributedSampler all processes train on the same rows."""
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
@@ -64,7 +64,7 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, loads.start()))
 
 
-@training_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
+@loop_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
 def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
@@ -75,7 +75,7 @@ def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), fix=fix, line=made[0].lineno)
 
 
-@training_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
+@loop_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
 def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
     program, known = ast.unparse(tree_of(document)), values_of(document)
@@ -100,7 +100,7 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, place.start(1)))
 
 
-@training_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
+@loop_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
 def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     """`accelerator.prepare` divides rows, averages gradients, shards: not for what it is not given."""
     text, given = ast.unparse(tree_of(document)), list[ast.expr]()
@@ -135,7 +135,7 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-@training_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
+@loop_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
 def optimizer_before_sharding(document: Document, _: Setup) -> Iterator[Hit]:
     """FSDP replaces a model's parameters: an optimizer made before has the old ones, and trains nothing."""
     for _, name, made, by, model, between in _EARLY.findall(ast.unparse(tree_of(document))):
