@@ -23,7 +23,6 @@ _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model",
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
 _TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Factory
-_CHATS = re.compile(r"instruct|chat|-it\b|^qwen3-(?!.*base)")  # a model with a template of its own
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
@@ -141,7 +140,7 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
     last = named.rstrip("/").rpartition("/")[2].lower()
     mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
     known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
-    chats = _CHATS.search(last) and document.get("stage") != "pt" and document.has("finetuning_type")
+    chats = document.get("stage") != "pt" and document.has("finetuning_type")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
         what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"

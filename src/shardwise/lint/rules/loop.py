@@ -19,7 +19,7 @@ _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
-    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
+    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
 )
 _MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
@@ -36,10 +36,11 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
-_NEW = re.compile(r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|im_\w+\|>)$).*[^\s\w].*")
+_NEW = re.compile(r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*")
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
 _NO_PAD_TOKEN = names("no_pad_token")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
+_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
@@ -54,7 +55,12 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             if re.search(rf"^( *){engine}\.step\(\)\n(?:\1.*\n)*?\1{name}\.step\(\)", program, re.MULTILINE):
                 what = f"`{engine}.step()` also steps the schedule that DeepSpeed has: it runs twice as fast"
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
+    flow = values_of(document).flow
+    engines = [*calls(document, "initialize"), *calls(document, "backward")]
     for engine, returned, given in _ENGINE.findall(program):
+        own = (one for one in engines if ast.unparse(one.func) in (_INITIALIZE, f"{engine}.backward"))
+        if any(flow.apart(one, stepped.get(given or returned, one)) for one in own):
+            continue  # another training, which has no engine
         if given in stepped and given != returned:
             what = f"`{given}` was given to DeepSpeed: under ZeRO it has no gradients: nothing is trained"
             yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
@@ -168,7 +174,8 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
         own = call.args and "Tokenizer" in made.get(ast.unparse(call.func).rpartition(".")[0], "")
         given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
         words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
-        if new := [*filter(_NEW.fullmatch, words)]:
+        again = "pad_token" in words and re.search(r"\.pad_token(_id)? = ", program)  # another one pads
+        if (new := [*filter(_NEW.fullmatch, words)]) and not again:
             what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
             what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
@@ -177,6 +184,11 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
 @loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
 def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
+    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
+        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
+        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+            what = "the labels are padded with the pad token: the loss also trains on it"
+            yield Hit((), what, "padding_value=-100", line=call.lineno)
     given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         what = "the labels are the padded input ids: the loss also trains on pad tokens"
@@ -257,11 +269,12 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
             what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            fix = "call it in all processes, outside the condition"
+            fix, source = "call it in all processes, outside the condition", ""
             if said.endswith(".state_dict"):  # of fully_shard it does not wait
                 what += ", or with fully_shard one process's shard is saved"
                 fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
-            yield Hit((), what, fix, line=line)
+                source = "torch/distributed/fsdp: state_dict gathers"
+            yield Hit((), what, fix, line=line, source=source)
 
 
 @loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)

@@ -18,10 +18,16 @@ _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what make
     r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
+_CHOOSES = re.compile(
+    r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|cuda:%|\b(to|cuda|device)\([^\n]*(rank|index|device_id)|current_device"
+    r"|accelerat|deepspeed|lightning|fabric|CUDA_VISIBLE|mesh"
+)
+_ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
+_MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
 _EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
     r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
-    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\(\5\b(?!.*use_orig_params=(?!False))"
+    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b(?!.*use_orig_params=(?!False))"
 )
 _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
@@ -57,6 +63,11 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
     used = re.sub(r"^\s*(from|import)\b.*$", "", program, flags=re.MULTILINE)
     divided = _DIVIDED.search(used) or _of_a_library(document)
+    for name in re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ():
+        if not re.search(rf"(return |[=(,\[] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
+            what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
+            at = document.text.index(f"{name} = ")
+            yield Hit((), what, f"DataLoader(..., sampler={name})", line=line_at(document.text, at))
     if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(program)):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
@@ -85,12 +96,22 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         if _GLOBAL.search(said) and "%" not in said and "local" not in said.lower():
             what = "the rank counts over all nodes: from the second node on, no GPU has that number"
             yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=call.lineno)
-    several = (setup.world_size or 0) > 1 or _WRAPS.search(program) is not None
+    several = distributed(setup) or _WRAPS.search(program) is not None
     if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
         return
     if document.get("device_map") in _FIXED or "device_map={'': torch.device('cuda:0')}" in program:
         what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
         yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
+        return
+    placed, sets = _ON_CUDA.search(document.text), _MAKES_ACCELERATOR.search(document.text)
+    if placed and "init_process_group(" in program and not _CHOOSES.search(program):
+        what = "`cuda` is GPU 0 in every process, and no line chooses the GPU by rank"
+        yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=line_at(document.text, placed.start()))
+        return
+    if placed and sets and placed.start() < sets.start():
+        what = "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, and is below"
+        fix = "make the Accelerator first; prepare() moves the model"
+        yield Hit((), what, fix, severity="warning", line=line_at(document.text, placed.start()))
         return
     place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
     if place:
@@ -124,7 +145,8 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     for name, kind, place in parts:
         bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
-        if line and _last(name) not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
+        places = {document.at(line_at(text, one.start())) for one in re.finditer(bound, text, re.MULTILINE)}
+        if line and _last(name) not in prepared and len(places) == 1:
             what = f"`{name}` is not prepared: {_UNPREPARED[kind]}"
             fix = f"{name} = accelerator.prepare({name})"
             severity: Severity = "error" if kind == "model" else "warning"
