@@ -44,14 +44,14 @@ class Flow:
 
     def apart(self, one: ast.AST, other: ast.AST) -> bool:
         """Whether a condition lets only one of two nodes run."""
-        mine, its = dict(self._taken(one)), dict(self._taken(other))
+        mine, its = ({ast.unparse(test): held for test, held in self.taken(node)} for node in (one, other))
         return any(mine[test] is not its[test] for test in mine.keys() & its.keys())
 
-    def _taken(self, node: ast.AST) -> Iterator[tuple[str, bool]]:
+    def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """The conditions above a node, and whether it is in the branch where they hold."""
         while above := self._above.get(node):
             if isinstance(above, ast.If) and node is not above.test:
-                yield ast.unparse(above.test), node in above.body
+                yield above.test, node in above.body
             node = above
 
     def after(self, marks: Sequence[ast.AST]) -> set[ast.AST]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule
-from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.loop import around, made_by
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.setup import Setup
@@ -20,7 +20,7 @@ _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what make
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
 _CHOOSES = re.compile(
     r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|cuda:%|\b(to|cuda|device)\([^\n]*(rank|index|device_id)|current_device"
-    r"|accelerat|deepspeed|lightning|fabric|CUDA_VISIBLE|mesh"
+    r"|accelerator\(|deepspeed\.|lightning|fabric\(|CUDA_VISIBLE|device_?mesh"
 )
 _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
@@ -29,6 +29,9 @@ _EARLY = re.compile(  # an optimizer, and then in the same block what shards its
     r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
     r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b(?!.*use_orig_params=(?!False))"
 )
+_SAVES_ITSELF = re.compile(r"FullySharded|fully_shard|deepspeed|accelerat|[Ll]ightning|Fabric|Trainer\(")
+_OF_ONE = re.compile(r"(?i)rank|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__")
+_LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
@@ -119,6 +122,23 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"`{said}` is GPU 0 in every process, and no line chooses the GPU by rank"
         fix = f"that GPU by rank, {_OWN}, and torch.cuda.set_device of it"
         yield Hit((), what, fix, line=line_at(document.text, place.start(1)))
+
+
+@loop_rule("warning", "torch/serialization.py: save opens the file for writing, in whatever process")
+def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Every process writes the same file at the same time, which can break it: one process is to save."""
+    program, known = tree_of(document), values_of(document)
+    alone = "DistributedDataParallel(" in ast.unparse(program) and "init_process_group(" in document.text
+    if not alone or _SAVES_ITSELF.search(document.text) or setup.world_size == 1:
+        return
+    for call in calls(document, "save", "save_pretrained"):
+        tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test, _ in known.flow.taken(call)]
+        above = ast.unparse(around(program, call)) if around(program, call) is not program else ""
+        said = " ".join([*tests, *map(ast.unparse, call.args), *_LEAVES.findall(above)])
+        if ast.unparse(call.func) != "model.save" and not _OF_ONE.search(said):
+            fix = "`if rank == 0:` around it, with the rank of torch.distributed.get_rank()"
+            yield Hit((), fix=fix, line=call.lineno)
+            return
 
 
 @loop_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
