@@ -35,15 +35,12 @@ def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[
         return text, ()
     made = ast.unparse(ast.fix_missing_locations(program))
     try:
-        pairs = zip(_statements(program), _statements(ast.parse(made)), strict=False)
+        trees = program, ast.parse(made)
     except SyntaxError:  # a value where only a name is allowed
         return text, ()
-    lines, last = {new.lineno: old.lineno for old, new in pairs}, 1
+    old, new = ([one for one in ast.walk(tree) if isinstance(one, ast.stmt)] for tree in trees)
+    lines, last = {to.lineno: one.lineno for one, to in zip(old, new, strict=False)}, 1
     return made, tuple(last := lines.get(at, last) for at in range(made.count("\n") + 2))
-
-
-def _statements(program: ast.Module) -> Iterator[ast.stmt]:
-    return (one for one in ast.walk(program) if isinstance(one, ast.stmt))
 
 
 class _Run(ast.NodeTransformer):
@@ -54,15 +51,14 @@ class _Run(ast.NodeTransformer):
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
             there = ast.parse(others.get(str(one.module).rpartition(".")[2], "")).body
             names = {alias.name for alias in one.names if not alias.asname}
-            found = (part for part in there if getattr(part, "name", "") in names)
-            self._far |= {inner for part in found for inner in ast.walk(part)}
-        defined = (*self._far, *nodes)
-        self._classes = {one.name: one for one in defined if isinstance(one, ast.ClassDef)}
-        self._methods: dict[ast.AST, Any] = {one: made for made in self._classes.values() for one in made.body}
-        functions = [one for one in defined if isinstance(one, ast.FunctionDef) and one not in self._methods]
+            self._far |= {part for part in there if getattr(part, "name", "") in names}
+        nodes = [part for one in self._far for part in ast.walk(one)] + nodes
+        self._classes = {one.name: one for one in nodes if isinstance(one, ast.ClassDef)}
+        own = {one for made in self._classes.values() for one in made.body}
+        functions = (one for one in nodes if isinstance(one, ast.FunctionDef) and one not in own)
         self._functions = {one.name: one for one in functions}
-        self._objects, self._made = dict[str, Any](), set[str]()  # names of objects and their class; all classes
-        self._open, self._called = list[tuple[ast.FunctionDef, Any]](), set[tuple[str, int]]()
+        self._objects, self._made = dict[str, Any](), set[str]()  # the class of each object; all of them
+        self._open, self._called = list[ast.FunctionDef](), set[tuple[str, int]]()
         self._before, self._statement, self._left = list[ast.stmt](), ast.stmt(), _MOST
 
     def changes(self, program: ast.Module) -> bool:
@@ -73,14 +69,14 @@ class _Run(ast.NodeTransformer):
                 if isinstance(one, ast.FunctionDef) and (one.name, one.lineno) not in self._called:
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)
-        before = len(self._called)
+        changed = len(self._called)
         for node in ast.walk(program):
             if isinstance(body := getattr(node, "body", None), list):
-                gone = [one for one in body if (getattr(one, "name", 0), one.lineno) in self._called]
-                node.body = [one for one in body if one not in gone] or [ast.copy_location(ast.Pass(), node)]
+                kept = [one for one in body if (getattr(one, "name", ""), one.lineno) not in self._called]
+                node.body = kept or [ast.copy_location(ast.Pass(), node)]
             if isinstance(node, ast.ClassDef) and node.name not in self._made:
-                before += _joined(node)
-        return before > 0
+                changed += _joined(node)
+        return changed > 0
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, _LATER):
@@ -88,7 +84,7 @@ class _Run(ast.NodeTransformer):
         if not isinstance(node, ast.stmt):
             return super().visit(node)
         outer = self._before, self._statement
-        self._before, self._statement = before, _ = [], node
+        self._before, self._statement = before, _ = list[ast.stmt](), node
         self.generic_visit(node)
         self._before, self._statement = outer
         done = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)
@@ -97,43 +93,40 @@ class _Run(ast.NodeTransformer):
 
     def visit_Call(self, call: ast.Call) -> Any:
         """What a function returns; its statements come before this one."""
-        holds = isinstance(self._statement, ast.Assign) and self._statement.value is call
-        to: Any = self._statement.targets[0] if isinstance(self._statement, ast.Assign) and holds else None
+        by: Any = self._statement
+        to = by.targets[0] if isinstance(by, ast.Assign) and by.value is call else None
         self.generic_visit(call)
         function, holder = self._found(call, to)
-        opened = [one for one, _ in self._open]
-        if not function or function in opened or len(opened) == _DEEPEST or self._left < 0:
+        if not function or function in self._open or len(self._open) == _DEEPEST or self._left < 0:
             return call
-        inner = [*ast.walk(function)]
-        within = {part for one in inner[1:] if isinstance(one, _LATER) for part in ast.walk(one)}
-        if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in inner):
+        body, inner = deepcopy(function.body), [*_own(function)]
+        value = body.pop().value if isinstance(body[-1], ast.Return) else None
+        early = [one for one in inner if isinstance(one, ast.Return) and one is not function.body[-1]]
+        yields = any(isinstance(one, ast.Yield | ast.YieldFrom) for one in inner)
+        if yields or (value is None and any(one.value for one in early)):
             return call
         self._left -= len(inner)
         self._called.add((function.name, function.lineno))
-        given = _given(function, call, holder)
+        given, value = _given(function, call, holder), value or ast.Constant(None)
         names = {name: one for name, one in given.items() if isinstance(one, _PLACE)}
         before = [_assign(ast.Name(name), one, call) for name, one in given.items() if name not in names]
-        returns = [one for one in inner if isinstance(one, ast.Return) and one not in within]
-        single = len(returns) == 1 and returns[0] is function.body[-1]
-        for local, place in zip(*map(_parts, (returns[0].value, to)), strict=False) if single and to else ():
+        for local, place in zip(_parts(value), _parts(to), strict=False):
             if isinstance(local, ast.Name) and local.id not in given and isinstance(place, _PLACE):
                 names[local.id] = place
-        block = ast.Module([_Named(names).visit(deepcopy(one)) for one in function.body], [])
-        for one in ast.walk(block) if function in self._far else ():
-            one.lineno = call.lineno  # type: ignore[attr-defined]
-        result = to or ast.Name(function.name)
-        value: Any = result if any(one.value for one in returns) else ast.Constant(None)
-        if single:
-            value = block.body.pop().value or value
         if function.name == "__init__":
-            before += [_assign(to, call, call)] if to else []
-            value = to or call
-        block.body = _in_caller(block.body, result)
-        self._open.append((function, holder))
+            before, value = [_assign(to, call, call), *before] if to else before, to or call
+        else:
+            value = _Named(names).visit(value)
+        body = [_Named(names).visit(one) for one in body]
+        for one in ast.walk(ast.Module(body, [])) if function in self._far else ():
+            one.lineno = call.lineno  # type: ignore[attr-defined]
+        if early:  # what these leave out ends with the function
+            body = [ast.copy_location(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
+        block = ast.Module(body, [])
+        self._open.append(function)
         self.generic_visit(block)
         self._before += [*before, *block.body]
-        if holds:
-            self._statement.value = value
+        by.value = value if to else getattr(by, "value", None)
         value = value if value is call else self.visit(value)
         self._open.pop()
         return value
@@ -142,16 +135,11 @@ class _Run(ast.NodeTransformer):
         """The function that a call runs, and what is `self` in it."""
         match call.func:
             case ast.Name(id=name) if name in self._classes:
-                made = self._classes[name]
                 self._made.add(name)
-                self._objects[ast.unparse(to or call.func)] = made
-                return self._method(made, "__init__"), to or call.func
+                self._objects[ast.unparse(to or call.func)] = self._classes[name]
+                return self._method(self._classes[name], "__init__"), to or call.func
             case ast.Name(id=name):
                 return self._functions.get(name), None
-            case ast.Attribute(value=ast.Call(func=ast.Name(id="super")), attr=name) if self._open:
-                function, holder = self._open[-1]
-                bases = [self._classes.get(ast.unparse(one)) for one in getattr(self._methods.get(function), "bases", [])]
-                return next((one for base in bases if (one := self._method(base, name))), None), holder
             case ast.Attribute(value=holder, attr=name):
                 holder = holder.func if isinstance(holder, ast.Call) else holder
                 return self._method(self._objects.get(ast.unparse(holder)), name), holder
@@ -159,11 +147,10 @@ class _Run(ast.NodeTransformer):
 
     def _method(self, made: ast.ClassDef | None, name: str) -> Any:
         """A method of a class, or of a class that it is derived of."""
-        for one in made.body if made else ():
-            if isinstance(one, ast.FunctionDef) and one.name == name:
-                return one
+        own = [one for one in made.body if isinstance(one, ast.FunctionDef)] if made else []
         bases = [self._classes.get(ast.unparse(one)) for one in made.bases] if made else []
-        return next((one for base in bases if base is not made and (one := self._method(base, name))), None)
+        inherited = (self._method(base, name) for base in bases if base is not made)
+        return next(filter(None, [one for one in own if one.name == name] or inherited), None)
 
 
 class _Named(ast.NodeTransformer):
@@ -176,6 +163,13 @@ class _Named(ast.NodeTransformer):
         return deepcopy(self._names.get(name.id, name))
 
 
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a function that run with it."""
+    for one in (one for one in ast.iter_child_nodes(node) if not isinstance(one, _LATER)):
+        yield one
+        yield from _own(one)
+
+
 def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:
     return node.elts if isinstance(node, ast.Tuple) else [node]
 
@@ -186,30 +180,11 @@ def _assign(to: ast.expr, value: ast.expr, by: ast.AST) -> ast.stmt:
 
 def _given(function: ast.FunctionDef, call: ast.Call, holder: ast.expr | None) -> dict[str, ast.expr]:
     """What the parameters of a function are in a call."""
-    places = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    alone = holder is None or any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
+    static = any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
     plain = takewhile(lambda one: not isinstance(one, ast.Starred), call.args)
-    given = presets(function) | dict(zip(places, plain if alone else (holder, *plain), strict=False))
-    return given | {one.arg: one.value for one in call.keywords if one.arg}
-
-
-def _in_caller(body: list[ast.stmt], to: ast.expr) -> list[ast.stmt]:
-    """What `return` leaves out is the `else` of its `if`, and its value is assigned."""
-    made = list[ast.stmt]()
-    for at, one in enumerate(body):
-        if isinstance(one, ast.Return):
-            return made + ([_assign(to, one.value, one)] if one.value else [])
-        left = isinstance(one, ast.If) and not one.orelse and isinstance(one.body[-1], ast.Return)
-        if isinstance(one, ast.If) and left:
-            one.orelse = body[at + 1 :]
-        for part in (one, *getattr(one, "handlers", ())) if not isinstance(one, _LATER) else ():
-            for name in ("body", "orelse", "finalbody"):
-                if inner := getattr(part, name, None):
-                    setattr(part, name, _in_caller(inner, to) or [ast.copy_location(ast.Pass(), one)])
-        made.append(one)
-        if left:
-            break
-    return made
+    words = plain if holder is None or static else (holder, *plain)
+    given = dict(zip((one.arg for one in function.args.args), words, strict=False))
+    return presets(function) | given | {one.arg: one.value for one in call.keywords if one.arg}
 
 
 def _joined(made: ast.ClassDef) -> bool:
