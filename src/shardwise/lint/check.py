@@ -144,7 +144,9 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     others = [one for one in setup.of("training") if one.name != document.name]
     seen = {False: document, True: as_run(document, others) if document.syntax == "python" else document}
     found = (finding(one, seen[one.runs], hit) for one in held for hit in one.find(seen[one.runs], setup))
-    return [*{(one.rule, one.line, one.key, one.what): one for one in found}.values()]  # of several calls once
+    return [
+        *{(one.rule, one.line, one.key, one.what): one for one in found}.values()
+    ]  # of several calls once
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:
@@ -300,7 +302,9 @@ def unreached(setup: Setup) -> list[str]:
         if unread := [str(path) for path in paths if os.path.realpath(path) not in named]:
             said.append(f"what {one.name} imports of {', '.join(unread)}: name these files, too")
     if scripts and not _TRAINS.search(setup.scripts):
-        said.append(f"a training loop: {', '.join(one.name for one in scripts)} has no backward pass and no Trainer")
+        said.append(
+            f"a training loop: {', '.join(one.name for one in scripts)} has no backward pass and no Trainer"
+        )
     return said
 
 

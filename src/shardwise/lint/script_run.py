@@ -64,8 +64,10 @@ class _Run(ast.NodeTransformer):
     def changes(self, program: ast.Module) -> bool:
         """Change a program; whether a call or a class became statements."""
         self.generic_visit(program)
+        node: Any
         for node in ast.walk(program):
-            for one in node.body if isinstance(node, ast.ClassDef) else [node]:
+            parts: list[Any] = node.body if isinstance(node, ast.ClassDef) else [node]
+            for one in parts:
                 if isinstance(one, ast.FunctionDef) and (one.name, one.lineno) not in self._called:
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)

@@ -107,7 +107,10 @@ def read_yaml(text: str, name: str) -> Document:
         what, line, fix = syntax_problem(error)
         raise UnreadableError(what, line=line or 1, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an impossible date
-        what, fix = f"not YAML: {(str(error).splitlines() or [''])[0]}", "write plain values, numbers in quotes"
+        what, fix = (
+            f"not YAML: {(str(error).splitlines() or [''])[0]}",
+            "write plain values, numbers in quotes",
+        )
         if isinstance(error, RecursionError):
             what, fix = "it is nested too deeply", "a configuration has a few sections within one another"
         raise UnreadableError(what, line=1, fix=fix) from None

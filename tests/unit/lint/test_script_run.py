@@ -45,7 +45,10 @@ def run(text: str, **others: str) -> str:
         ("def f(m):\n    return g(m)\nx = h(f(y))", "x = h(g(y))"),
         ("def f(a):\n    f(a)\nf(b)", "f(b)"),
         ("def f():\n    yield 1\nf()", "def f():\n    yield 1\nf()"),
-        ("class A:\n    def go(self):\n        s(self.m)\na = A()\na.go()", "class A:\n    pass\na = A()\ns(a.m)"),
+        (
+            "class A:\n    def go(self):\n        s(self.m)\na = A()\na.go()",
+            "class A:\n    pass\na = A()\ns(a.m)",
+        ),
         (
             "class A:\n    def __init__(self, m):\n        self.m = m\na = A(net)",
             "class A:\n    pass\na = A(net)\na.m = net",
@@ -195,19 +198,26 @@ def test_a_loop_on_several_gpus(device: str, sampler: str, divided: str, rules: 
     ],
 )
 def test_labels_that_pad_sequence_fills(padding: str, rest: str, wrong: bool) -> None:
-    text = "def collate(batch, tokenizer):\n    ids = pad_sequence([x['input_ids'] for x in batch], True, 0)\n"
-    text += f"    labels = pad_sequence([x['labels'] for x in batch], batch_first=True, padding_value={padding})\n"
+    text = (
+        "def collate(batch, tokenizer):\n    ids = pad_sequence([x['input_ids'] for x in batch], True, 0)\n"
+    )
+    text += f"    labels = pad_sequence([x['labels'] for x in batch], True, padding_value={padding})\n"
     assert ("labels-include-padding", 3) in found(text + rest) or not wrong
     assert wrong or not any(rule == "labels-include-padding" for rule, _ in found(text + rest))
 
 
 def test_a_model_is_not_put_on_gpu_0_before_the_accelerator() -> None:
     launch = "accelerate launch --num_processes 4 train.py\n"
-    for text, wrong in (("m = Net().cuda()\na = Accelerator()\n", True), ("a = Accelerator()\nm = Net().cuda()\n", False)):
+    for text, wrong in (
+        ("m = Net().cuda()\na = Accelerator()\n", True),
+        ("a = Accelerator()\nm = Net().cuda()\n", False),
+    ):
         assert any(rule == "one-gpu-for-all" for rule, _ in found(text, launch)) == wrong
 
 
-@pytest.mark.parametrize(("processes", "rest", "idle"), [(5, "", True), (7, "", False), (5, "--vllm 1", False)])
+@pytest.mark.parametrize(
+    ("processes", "rest", "idle"), [(5, "", True), (7, "", False), (5, "--vllm 1", False)]
+)
 def test_gpus_that_no_process_uses(processes: int, rest: str, idle: bool) -> None:
     gpus = "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6"
     text = f"{gpus} accelerate launch --num_processes {processes} train.py {rest}\n"
@@ -226,10 +236,16 @@ def test_a_pad_token_that_another_replaces_needs_no_row(after: str) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["load_in_8bit=False", "load_in_4bit=True if x else False", "use_flash_attention_2=True", "use_auth_token=None"],
+    [
+        "load_in_8bit=False",
+        "load_in_4bit=True if x else False",
+        "use_flash_attention_2=True",
+        "use_auth_token=None",
+    ],
 )
 def test_what_from_pretrained_no_longer_takes(given: str) -> None:
-    text = f"from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a', {given})\n"
+    text = "from transformers import AutoModelForCausalLM\n"
+    text += f"m = AutoModelForCausalLM.from_pretrained('a', {given})\n"
     assert ("loading-argument-was-removed", 2) in found(text)
     other = text.replace("AutoModelForCausalLM", "FastLanguageModel")
     assert not any(rule == "loading-argument-was-removed" for rule, _ in found(other))

@@ -183,7 +183,9 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     others = re.search(r"DataCollator(?!ForLanguageModeling)\w+\(", document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
         if _causal(call) and _MASKED.search(document.text) and not others:
-            what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
+            what = (
+                "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
+            )
             what += "run stops at rows of different lengths: ValueError `Unable to create tensor`"
             yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
+from shardwise.lint.rules.branches import branches
 from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names
 from shardwise.lint.script_text import UNDEFINED
-from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -19,16 +19,16 @@ _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
-    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
+    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n"
+    r"(?=((?:\1.*\n|\n)*))"
 )
 _MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
+_SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
 _HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretrained)\(")
-_ONE = re.compile("|".join(names("on_one_process")))
 _WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for name in names("wait_in_shards")}
 _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
-_ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
 _ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.init|[Ll]ightning")
 _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
@@ -36,7 +36,9 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
-_NEW = re.compile(r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*")
+_NEW = re.compile(
+    r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
+)
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
 _NO_PAD_TOKEN = names("no_pad_token")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
@@ -199,53 +201,8 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
 def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
     program = ast.unparse(tree_of(document))
-    return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
-
-
-def _on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
-    """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
-    text = ast.unparse(test)
-    if isinstance(test, ast.BoolOp):
-        parts = [_on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
-        return any(parts) and (isinstance(test.op, ast.And) or all(parts))
-    meant = known.meant(test)
-    other = deep > 0 and meant is not test
-    if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
-        return _on_one(meant, known, deep - 1)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
-        inner = ast.unparse(test.operand)
-        text = "" if _ONE.search(inner) else f"{inner} == 0"
-    elif isinstance(test, ast.Compare) and ast.unparse(test.left) == "0":
-        text = " ".join(reversed(text.split(" ", 2)))
-    return _ONE.search(text) is not None
-
-
-def _opposite(test: ast.expr) -> ast.expr:
-    """`rank == 0` for `rank != 0`, `rank > 0` and `rank`."""
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.Gt):
-        return ast.Compare(test.left, [ast.Eq()], test.comparators)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return test.operand
-    return ast.UnaryOp(ast.Not(), test)
-
-
-def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
-    """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
-    known, blocks = values_of(document), ("body", "orelse", "finalbody")
-    for block in (getattr(node, name, None) for node in ast.walk(tree_of(document)) for name in blocks):
-        for at, branch in enumerate(items := block if isinstance(block, list) else []):
-            if not isinstance(branch, ast.If):
-                continue
-            left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
-            rest = items[at + 1 :] if left else branch.orelse
-            said = f"`if {ast.unparse(branch.test)}` (line {document.at(branch.lineno)})"
-            if _on_one(branch.test, known):
-                yield said, branch.body, rest
-            elif _on_one(_opposite(branch.test), known):
-                yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
-            else:
-                words = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(branch.test))
-                yield said, [], [branch] if re.search("rank|RANK|process", words) else []
+    made = dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
+    return {to: made[name] for to, name in _SAME.findall(program) if name in made} | made
 
 
 @loop_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
@@ -255,7 +212,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
-    for where, body, others in _branches(document):
+    for where, body, others in branches(document):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
@@ -363,7 +320,9 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
         loss = ast.unparse(getattr(call.func, "value", call.func))
         fix = f"accelerator.backward({loss})"
         if count and divided:
-            fix += f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
+            fix += (
+                f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
+            )
         yield Hit((), what, fix, severity=None if steps else "warning", line=call.lineno)
 
 

@@ -19,17 +19,18 @@ _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what make
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
 _CHOOSES = re.compile(
-    r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|cuda:%|\b(to|cuda|device)\([^\n]*(rank|index|device_id)|current_device"
-    r"|accelerator\(|deepspeed\.|lightning|fabric\(|CUDA_VISIBLE|device_?mesh"
+    r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|\b(to|cuda|device)\([^\n]*(rank|index|device_id)"
+    r"|current_device|accelerator\(|deepspeed\.|lightning|fabric\(|CUDA_VISIBLE|device_?mesh"
 )
 _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
 _EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
     r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
-    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b(?!.*use_orig_params=(?!False))"
+    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b"
+    r"(?!.*use_orig_params=(?!False))"
 )
-_SAVES_ITSELF = re.compile(r"FullySharded|fully_shard|deepspeed|accelerat|[Ll]ightning|Fabric|Trainer\(")
+_SAVES_ITSELF = re.compile(r"FullySharded|fully_shard|deepspeed|accelerat|[Ll]ightning|Fabric")
 _OF_ONE = re.compile(r"(?i)rank|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__")
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
@@ -66,7 +67,9 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
     used = re.sub(r"^\s*(from|import)\b.*$", "", program, flags=re.MULTILINE)
     divided = _DIVIDED.search(used) or _of_a_library(document)
-    for name in re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ():
+    for name in (
+        re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ()
+    ):
         if not re.search(rf"(return |[=(,\[] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
             what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
             at = document.text.index(f"{name} = ")
@@ -112,7 +115,9 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=line_at(document.text, placed.start()))
         return
     if placed and sets and placed.start() < sets.start():
-        what = "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, and is below"
+        what = (
+            "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, and is below"
+        )
         fix = "make the Accelerator first; prepare() moves the model"
         yield Hit((), what, fix, severity="warning", line=line_at(document.text, placed.start()))
         return
@@ -129,7 +134,7 @@ def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process writes the same file at the same time, which can break it: one process is to save."""
     program, known = tree_of(document), values_of(document)
     alone = "DistributedDataParallel(" in ast.unparse(program) and "init_process_group(" in document.text
-    if not alone or _SAVES_ITSELF.search(document.text) or setup.world_size == 1:
+    if not alone or _SAVES_ITSELF.search(document.text) or _of_a_library(document) or setup.world_size == 1:
         return
     for call in calls(document, "save", "save_pretrained"):
         tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test, _ in known.flow.taken(call)]
