@@ -278,3 +278,23 @@ def test_what_no_rule_saw_is_said(tmp_path: Path) -> None:
     assert "no backward pass and no Trainer" in said
     both = Setup(documents=load([script, tmp_path / "helpers.py"])[0])
     assert unreached(both) == []
+
+
+@pytest.mark.parametrize(
+    ("condition", "wrong"), [("self.gpu == 0 and epoch % 2 == 0", False), ("epoch", True)]
+)
+def test_one_process_is_known_by_what_self_holds(condition: str, wrong: bool) -> None:
+    text = f"""class Runner:
+    def __init__(self, model):
+        dist.init_process_group()
+        self.gpu = int(os.environ["LOCAL_RANK"])
+        self.model = DDP(model.to(self.gpu), device_ids=[self.gpu])
+    def save(self):
+        torch.save(self.model.module.state_dict(), "m.pt")
+    def train(self):
+        for epoch in range(3):
+            if {condition}:
+                self.save()
+Runner(Net()).train()
+"""
+    assert found(text) == ({("every-process-saves", 7)} if wrong else set())

@@ -13,16 +13,16 @@ _ONE = re.compile("|".join(names("on_one_process")))
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 
 
-def _on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
+def on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
     """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
     text = ast.unparse(test)
     if isinstance(test, ast.BoolOp):
-        parts = [_on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        parts = [on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
         return any(parts) and (isinstance(test.op, ast.And) or all(parts))
     meant = known.meant(test)
     other = deep > 0 and meant is not test
     if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
-        return _on_one(meant, known, deep - 1)
+        return on_one(meant, known, deep - 1)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
         inner = ast.unparse(test.operand)
         text = "" if _ONE.search(inner) else f"{inner} == 0"
@@ -52,9 +52,9 @@ def branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast
             left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
             rest = items[at + 1 :] if left else branch.orelse
             said = f"`if {ast.unparse(branch.test)}` (line {document.at(branch.lineno)})"
-            if _on_one(branch.test, known):
+            if on_one(branch.test, known):
                 yield said, branch.body, rest
-            elif _on_one(_opposite(branch.test), known):
+            elif on_one(_opposite(branch.test), known):
                 yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
             else:
                 words = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(branch.test))

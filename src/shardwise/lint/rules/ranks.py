@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule
+from shardwise.lint.rules.branches import on_one
 from shardwise.lint.rules.loop import around, made_by
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names, table
@@ -30,8 +31,10 @@ _EARLY = re.compile(  # an optimizer, and then in the same block what shards its
     r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b"
     r"(?!.*use_orig_params=(?!False))"
 )
-_SAVES_ITSELF = re.compile(r"FullySharded|fully_shard|deepspeed|accelerat|[Ll]ightning|Fabric")
-_OF_ONE = re.compile(r"(?i)rank|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__")
+_SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
+_OF_ONE = re.compile(
+    r"(?i)rank|gpu|device|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__"
+)
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
@@ -133,14 +136,17 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
 def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process writes the same file at the same time, which can break it: one process is to save."""
     program, known = tree_of(document), values_of(document)
-    alone = "DistributedDataParallel(" in ast.unparse(program) and "init_process_group(" in document.text
-    if not alone or _SAVES_ITSELF.search(document.text) or _of_a_library(document) or setup.world_size == 1:
+    text = ast.unparse(program)
+    alone = "DistributedDataParallel(" in text and "init_process_group(" in text
+    if not alone or _SAVES_ITSELF.search(text) or _of_a_library(document) or setup.world_size == 1:
         return
     for call in calls(document, "save", "save_pretrained"):
-        tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test, _ in known.flow.taken(call)]
+        taken = [test for test, _ in known.flow.taken(call)]
+        tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test in taken]
         above = ast.unparse(around(program, call)) if around(program, call) is not program else ""
         said = " ".join([*tests, *map(ast.unparse, call.args), *_LEAVES.findall(above)])
-        if ast.unparse(call.func) != "model.save" and not _OF_ONE.search(said):
+        saves = re.search(r"^torch\.save$|(model|net|module)\.save_pretrained$", ast.unparse(call.func))
+        if saves and not any(on_one(test, known) for test in taken) and not _OF_ONE.search(said):
             fix = "`if rank == 0:` around it, with the rank of torch.distributed.get_rank()"
             yield Hit((), fix=fix, line=call.lineno)
             return
