@@ -15,7 +15,7 @@ from shardwise.errors import JobError, MachineError, printable
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.launch.local import worker_environment
-from shardwise.lint.check import Checked, block, counted, fix_files, headings, load, unreadable
+from shardwise.lint.check import Checked, block, counted, fix_files, headings, load, unreached, unreadable
 from shardwise.lint.check import check as run_rules
 from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.finding import SEVERITIES, Finding
@@ -66,6 +66,7 @@ class Report:
         blocks += [block(one) for one in found if one.severity == "error" or not errors_only]
         parts = [part for part in (self.fit, self.tiny) if part is not None]
         last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
+        last += [f"not judged: {one}" for one in unreached(self.checked.setup)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]
             count = sum(len(one.keys) or 1 for one in self.fixed)
@@ -85,6 +86,7 @@ class Report:
             "files": [{"file": document.name, "kind": document.kind} for document in setup.documents],
             **{f"{name}s": sum(one.severity == name for one in findings) for name in SEVERITIES},
             "findings": [one.to_json() for one in findings],
+            "not_judged": unreached(setup),
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),
             "tiny": None if self.tiny is None else asdict(self.tiny),

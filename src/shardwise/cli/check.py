@@ -17,6 +17,7 @@ MODEL = typer.Option(metavar="MODEL", help="Hub id, folder or known name; with -
 READER = typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]")
 FIX = typer.Option("--fix", help="Apply unambiguous fixes in place.")
 TINY = typer.Option("--run-tiny", help="Also run the DeepSpeed file: 3 steps, tiny model, CPU.")
+STRICT = typer.Option("--strict", help="Also end with 2 where there are only warnings.")
 ERRORS_ONLY = typer.Option("--errors-only", help="Print only errors; the rest is counted.")
 
 
@@ -29,11 +30,12 @@ def check(
     fix: Annotated[bool, FIX] = False,
     run_tiny: Annotated[bool, TINY] = False,
     errors_only: Annotated[bool, ERRORS_ONLY] = False,
+    strict: Annotated[bool, STRICT] = False,
     as_json: AsJson = False,
 ) -> int:
     """Find settings that fail or are silently ignored.
 
-    Ends with 2 where a finding is an error, with 0 where there are only warnings.
+    Ends with 2 where a finding is an error, with 0 where there are only warnings; --strict: also 2.
     """
     from shardwise.app.check import check as run
 
@@ -47,4 +49,5 @@ def check(
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads stdout may stop early: the exit code still tells what was found
         write_no_more()
-    return WRONG if report.failed else 0
+    warned = any(one.severity == "warning" for one in report.findings)
+    return WRONG if report.failed or (strict and warned) else 0

@@ -13,16 +13,19 @@ from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
 from shardwise.lint.document import Document, Kind, UnreadableError
-from shardwise.lint.edit import CannotEditError, edited, in_words
+from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
+from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
+_IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
+_TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
 KINDS |= {"training": "training script or its arguments", "job": "job file"}
@@ -85,9 +88,25 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
     broken = broken if setup.documents else [replace(one, severity="error") for one in broken]
     order = {document.name: index for index, document in enumerate(setup.documents)}
-    findings = [*broken, *(one for document in setup.documents for one in findings_of(document, setup))]
+    findings = [*broken, *(one for document in setup.documents for one in _causes(document, setup))]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
     return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
+
+
+def _causes(document: Document, setup: Setup) -> Iterator[Finding]:
+    """The findings of a document, without those that are gone once a misspelt key is renamed."""
+    found, gone = findings_of(document, setup), list[Finding]()
+    for one in found if document.syntax in ("json", "yaml") else ():
+        if any(isinstance(change, Rename) for change in one.changes) and one not in gone:
+            with suppress(CannotEditError, UnreadableError):
+                after = edited(document, one.changes)
+                left = {(other.rule, _last(other)) for other in findings_of(after, _with(setup, after))}
+                gone += [o for o in found if o is not one and (o.rule, _last(o)) not in left]
+    return (one for one in found if one not in gone)
+
+
+def _last(one: Finding) -> str:
+    return one.key.rpartition(".")[2]
 
 
 def by_cause(findings: Sequence[Finding], *, fixed: bool = False) -> list[Finding]:
@@ -122,7 +141,12 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
         return _job_findings(document, setup)
     mine = (one for one in RULES if one.kind == document.kind)
     held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
-    return [finding(one, document, hit) for one in held for hit in one.find(document, setup)]
+    others = [one for one in setup.of("training") if one.name != document.name]
+    seen = {False: document, True: as_run(document, others) if document.syntax == "python" else document}
+    found = (finding(one, seen[one.runs], hit) for one in held for hit in one.find(seen[one.runs], setup))
+    return [
+        *{(one.rule, one.line, one.key, one.what): one for one in found}.values()
+    ]  # of several calls once
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:
@@ -265,6 +289,22 @@ def headings(checked: Checked) -> dict[str, str]:
         before = said.get(document.name)
         said[document.name] = f"{before}, with a" if before else f"{document.name}:"
         said[document.name] += f" {kinds[document.kind]}"
+    return said
+
+
+def unreached(setup: Setup) -> list[str]:
+    """What rules on loops, processes and models did not see of the scripts."""
+    said, named = list[str](), {os.path.realpath(one.name) for one in setup.documents}
+    scripts = [one for one in setup.of("training") if one.syntax == "python"]
+    for one in scripts:
+        modules = dict.fromkeys(found[1].replace(".", "/") + ".py" for found in _IMPORTS.finditer(one.text))
+        paths = found([*modules], Path(one.name).parent)
+        if unread := [str(path) for path in paths if os.path.realpath(path) not in named]:
+            said.append(f"what {one.name} imports of {', '.join(unread)}: name these files, too")
+    if scripts and not _TRAINS.search(setup.scripts):
+        said.append(
+            f"a training loop: {', '.join(one.name for one in scripts)} has no backward pass and no Trainer"
+        )
     return said
 
 

@@ -57,6 +57,7 @@ class Document:
     environment: Mapping[str, str] = field(default_factory=dict)  # the variables of a shell's script
     cells: tuple[int, ...] = ()  # of a notebook, the line where the code of each cell begins; 0: no code
     unknown: frozenset[Key] = frozenset()  # keys of those whose value, AUTO here, only a run knows
+    lines: tuple[int, ...] = ()  # of a text as it runs: the line in the file for each of its lines
 
     def get(self, *key: str) -> Any:
         """The value, or None if the key, or a section above it, is absent."""
@@ -82,6 +83,10 @@ class Document:
         value = self.get(*key)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number and math.isfinite(value) else None
+
+    def at(self, line: int) -> int:
+        """The line of the file for a line of the text."""
+        return self.lines[line] if self.lines else line
 
     def line(self, key: Key) -> int:
         """The line of the key, or of the nearest section above it in the text; else the first."""

@@ -31,6 +31,7 @@ class Hit:
     changes: tuple[Change, ...] = ()  # what --fix does; empty if only the owner can decide
     severity: Severity | None = None  # if it differs from the rule's
     line: int | None = None
+    source: str = ""  # if it differs from the rule's
 
 
 Find = Callable[[Document, Setup], Iterator[Hit]]
@@ -47,21 +48,23 @@ class Rule:
     source: str
     versions: str  # the library and the range of its versions (PEP 440); empty if it depends on none
     find: Find
+    runs: bool = False  # whether it reads a script as it runs, with functions in place of their calls
 
 
 def rule(
-    severity: Severity, source: str, versions: str = DEEPSPEED, kind: Kind = "deepspeed"
+    severity: Severity, source: str, versions: str = DEEPSPEED, kind: Kind = "deepspeed", runs: bool = False
 ) -> Callable[[Find], Rule]:
     """Declare a rule: the function's name is the rule's id, its docstring says what happens."""
 
     def declared(find: Find) -> Rule:
         name, happens = find.__name__.replace("_", "-"), " ".join((find.__doc__ or "").split())
-        return Rule(name, severity, kind, happens, source, versions, find)
+        return Rule(name, severity, kind, happens, source, versions, find, runs)
 
     return declared
 
 
 training_rule = partial(rule, versions="", kind="training")
+loop_rule = partial(training_rule, runs=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     fix = hit.fix or _in_words(hit.changes[0], document)
     if document.syntax == "python":
         fix = fix.replace(": true", ": True").replace(": false", ": False")
-    line = hit.line or document.line(hit.key)
+    line = document.at(hit.line) if hit.line else document.line(hit.key)
     cell, start = max(((n, at) for n, at in enumerate(document.cells, 1) if 0 < at <= line), default=(0, 1))
     return Finding(
         rule=broken.name,
@@ -123,7 +126,7 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         named=named,
         what=f"{named}: {what}" if named else what,
         fix=fix,
-        source=broken.source,
+        source=hit.source or broken.source,
         versions=broken.versions,
         changes=hit.changes if document.syntax in ("json", "yaml") or _in_place(hit.changes) else (),
     )

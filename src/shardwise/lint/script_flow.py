@@ -42,6 +42,18 @@ class Flow:
             node = above
         return not maybe
 
+    def apart(self, one: ast.AST, other: ast.AST) -> bool:
+        """Whether a condition lets only one of two nodes run."""
+        mine, its = ({ast.unparse(test): held for test, held in self.taken(node)} for node in (one, other))
+        return any(mine[test] is not its[test] for test in mine.keys() & its.keys())
+
+    def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
+        """The conditions above a node, and whether it is in the branch where they hold."""
+        while above := self._above.get(node):
+            if isinstance(above, ast.If) and node is not above.test:
+                yield above.test, node in above.body
+            node = above
+
     def after(self, marks: Sequence[ast.AST]) -> set[ast.AST]:
         """The nodes of all statements that follow one of these in its own block."""
         found = set[ast.AST]()

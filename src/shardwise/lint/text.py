@@ -107,9 +107,13 @@ def read_yaml(text: str, name: str) -> Document:
         what, line, fix = syntax_problem(error)
         raise UnreadableError(what, line=line or 1, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an impossible date
-        what = (str(error).splitlines() or ["the nesting is too deep"])[0]
-        fix = "write plain values, numbers in quotes"
-        raise UnreadableError(f"not YAML: {what}", line=1, fix=fix) from None
+        what, fix = (
+            f"not YAML: {(str(error).splitlines() or [''])[0]}",
+            "write plain values, numbers in quotes",
+        )
+        if isinstance(error, RecursionError):
+            what, fix = "it is nested too deeply", "a configuration has a few sections within one another"
+        raise UnreadableError(what, line=1, fix=fix) from None
     finally:
         loader.dispose()
     return Document(name=name, text=text, syntax="yaml", values=values, marks=marks, duplicates=duplicates)

@@ -116,6 +116,33 @@ def test_nothing_to_say(clean: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines() == ["ds.json: DeepSpeed configuration", "", "nothing found"]
 
 
+def test_strict_ends_with_2_at_warnings_and_not_at_notes(
+    clean: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("from torch import x\nfrom peft import prepare_model_for_int8_training\n")
+    assert main(["check", "train.py"]) == 0
+    assert main(["check", "train.py", "--strict"]) == 2
+    assert main(["check", str(clean), "--strict"]) == 0
+
+
+def test_nesting_without_end_is_named(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("deep.json").write_text("[" * 5000)
+    assert main(["check", "deep.json"]) == 2
+    said = capsys.readouterr().out
+    assert "nested too deeply" in said
+    assert "YAML" not in said
+
+
+def test_what_was_not_judged_is_in_the_last_line(clean: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("from parts import make\nmake().backward()\n")
+    Path("parts.py").write_text("def make():\n    return 1\n")
+    assert main(["check", "train.py"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "not judged: what train.py imports of parts.py: name these files, too"
+    main(["check", "train.py", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["not_judged"]) == 1
+
+
 def test_gpus_decide_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     file = str(EXAMPLES / "batch.json")
     assert main(["check", file]) == 0

@@ -178,7 +178,7 @@ def test_no_tool_calls_a_thing_as_another_tool_does() -> None:
         ("Qwen/Qwen2.5-7B-Instruct", "llama3", True),
         ("Qwen/Qwen2.5-7B-Instruct", "qwen", False),
         ("Qwen/Qwen2.5-7B-Instruct", "alpaca", False),
-        ("Qwen/Qwen2.5-7B", "llama3", False),  # has no template of its own
+        ("Qwen/Qwen2.5-7B", "llama3", True),  # whose vocabulary lacks the tokens
         ("Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_vl", False),
         ("meta-llama/Meta-Llama-3-8B-Instruct", "llama2", True),
         ("meta-llama/Llama-3.2-11B-Vision-Instruct", "mllama", False),

@@ -229,6 +229,14 @@ output_dir: o
 finetuning_type: lora
 template: {}
 """
+MASKS = "def mask(r):\n    return [-100] * r['prompt'] + r['input_ids'][r['prompt']:]\n"
+SAVES = """import torch
+import torch.distributed as dist
+dist.init_process_group()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4), device_ids=[dist.get_rank()])
+if {}:
+    torch.save(model.module.state_dict(), "model.pt")
+"""
 ENDED = """from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer
 from data import encode, m, tokenizer
 tokenizer.pad_token = tokenizer.eos_token
@@ -539,7 +547,7 @@ CASES = (
         also=(JSON,),
     ),
     Case(
-        "load-in-8bit-was-removed",
+        "loading-argument-was-removed",
         LOAD.format("load_in_8bit=True"),
         LOAD.format("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"),
     ),
@@ -652,6 +660,11 @@ CASES = (
         "end-token-is-not-learned",
         ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)"),
         ENDED.format("DataCollatorForSeq2Seq(tokenizer)"),
+    ),
+    Case(
+        "collator-replaces-labels",
+        ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)") + MASKS,
+        ENDED.format("DataCollatorForSeq2Seq(tokenizer)") + MASKS,
     ),
     Case(
         "quantised-without-adapter",
@@ -848,6 +861,7 @@ CASES = (
         LOAD.format("device_map={'': rank()}").replace("\n", "\nfrom x import rank\n", 1),
         {"asked_world_size": 4},
     ),
+    Case("every-process-saves", SAVES.format("True"), SAVES.format("dist.get_rank() == 0")),
     Case(
         "not-prepared",
         UNPREPARED.format("optimizer"),

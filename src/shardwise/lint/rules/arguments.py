@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Rename
-from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
@@ -89,7 +89,7 @@ def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((keyword.arg,), what, "", (change,), sure, keyword.lineno)
 
 
-@training_rule("error", "transformers/training_args.py, argparse, DataLoader: text stays text; run with 5.23")
+@loop_rule("error", "transformers/training_args.py, argparse, DataLoader: text stays text; run with 5.23")
 def argument_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """The arguments' class takes text, and the training stops where it needs the number."""
     yield from _flags_as_text(document, setup)
@@ -107,20 +107,18 @@ def _flags_as_text(document: Document, setup: Setup) -> Iterator[Hit]:
     if "argparse" not in document.text or _CHANGES.search(document.text):
         return
     program = tree_of(document)
-    holders, needs = _holders(program), dict[str, tuple[str, bool]]()
-    for who, node in _need_numbers(program):
-        direct = isinstance(node, ast.Attribute) and ast.unparse(node.value) in holders
-        if direct or isinstance(node, ast.Name):
-            needs[_last(node)] = who, direct or needs.get(_last(node), ("", False))[1]
+    holders = _holders(program)
+    found = [(node, who) for who, node in _need_numbers(program) if isinstance(node, ast.Attribute)]
+    needs = {node.attr: who for node, who in found if ast.unparse(node.value) in holders}
     for call in calls(document, "add_argument"):
         flags, name, default = options(call)
         if name not in needs or _OTHER & {one.arg for one in call.keywords} or not flags:
             continue
-        who, direct = needs[name]
+        who = needs[name]
         value = getattr(default, "value", None) if default else None
-        always = direct and (value is None or (isinstance(value, str) and as_number(value) is not None))
+        always = value is None or (isinstance(value, str) and as_number(value) is not None)
         passed = [n for one in setup.of("training") if (n := _passed(one, document, flags)) is not None]
-        if (always or passed) and _unchanged(program, name, holders, direct=direct):
+        if (always or passed) and _unchanged(program, name, holders):
             kind = "float" if float in map(type, (value, *passed)) or name == "lr" else "int"
             shown = f"--{flags[0]}" if "'--" in ast.unparse(call) else name
             what = f"`{shown}` has no type=: argparse gives it as text, and {who} stops: it needs a number"
@@ -163,7 +161,7 @@ def _holders(program: ast.Module) -> set[str]:
     return held
 
 
-def _unchanged(program: ast.Module, name: str, holders: set[str], *, direct: bool) -> bool:
+def _unchanged(program: ast.Module, name: str, holders: set[str]) -> bool:
     """Whether no statement makes a number of a flag's text, and other variables of its name hold it, too."""
     uses = [one for one in ast.walk(program) if isinstance(one, ast.Attribute) and one.attr == name]
     if not any(ast.unparse(one.value) in holders for one in uses):
@@ -180,23 +178,7 @@ def _unchanged(program: ast.Module, name: str, holders: set[str], *, direct: boo
             case ast.AugAssign(target=to) | ast.AnnAssign(target=to) | ast.For(target=to):
                 if _last(to) == name:
                     return False
-            case ast.FunctionDef() if not direct and not _gets(program, one, name):
-                return False
     return True
-
-
-def _gets(program: ast.Module, function: ast.FunctionDef, name: str) -> bool:
-    """Whether all calls of a function give its parameter of this name the variable of this name."""
-    own = [one.arg for one in function.args.args]
-    if name not in own:
-        return True
-    place = own.index(name) - (own[0] in ("self", "cls"))
-    found = [call for call in within(program) if _last(call.func) == function.name]
-    for call in found:
-        by_name = next((one.value for one in call.keywords if one.arg == name), None)
-        if _last(by_name or next(iter(call.args[place : place + 1]), None)) != name:
-            return False
-    return bool(found)
 
 
 def tool_of(document: Document) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Put
-from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules import training
 from shardwise.lint.rules.training import calls, known_values, tree_of, within
@@ -23,8 +23,8 @@ _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model",
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
 _TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Factory
-_CHATS = re.compile(r"instruct|chat|-it\b|^qwen3-(?!.*base)")  # a model with a template of its own
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
+_MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
@@ -141,7 +141,7 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
     last = named.rstrip("/").rpartition("/")[2].lower()
     mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
     known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
-    chats = _CHATS.search(last) and document.get("stage") != "pt" and document.has("finetuning_type")
+    chats = document.get("stage") != "pt" and document.has("finetuning_type")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
         what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
@@ -175,6 +175,19 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
         what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
+
+
+@loop_rule("error", "transformers/data/data_collator.py: DataCollatorForLanguageModeling; run with 5.23")
+def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
+    """The collator makes labels of the input ids: the script's own, with -100 for prompts, are lost."""
+    others = re.search(r"DataCollator(?!ForLanguageModeling)\w+\(", document.text)
+    for call in calls(document, "DataCollatorForLanguageModeling"):
+        if _causal(call) and _MASKED.search(document.text) and not others:
+            what = (
+                "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
+            )
+            what += "run stops at rows of different lengths: ValueError `Unable to create tensor`"
+            yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 
 
 def _causal(call: ast.Call) -> bool:

@@ -94,9 +94,16 @@ def _first(count: int) -> str:
 def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hit]:
     """The node has more processes than GPUs that they see: `invalid device ordinal`."""
     found, seen = devices.processes_of_node(document, setup), devices.devices_of(document, setup)
-    if not found or not seen or found[0] <= seen[0]:
+    if not found or not seen or found[0] == seen[0]:
         return
     (each, name, holder), (count, shows) = found, seen
+    if each < count:
+        plain = shows.startswith(SHOWS) and not re.search(r"vllm|sglang", setup.scripts + document.text)
+        what = f"{shows} {count} GPUs to {each:g} process{'es' * (each > 1)}: the others stay idle"
+        key, line = ((name,), None) if holder is document else ((), document.line(("config_file",)))
+        fix = f"--{name} {count}, or fewer GPUs in {SHOWS}"
+        yield from [Hit(key, what, fix, severity="warning", line=line)] if plain and each > 1 else []
+        return
     if document.get("launcher") == "torchrun" and not shows.startswith(SHOWS):
         return  # `slurm_and_launcher` says it
     key, all_ = (name,) if holder is document else (), holder.number(name) or each
@@ -123,7 +130,8 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
         meant = {flag for flag in known if flag.startswith(tuple(written))}  # argparse takes a beginning
         missing -= meant
         if written and not meant:
-            near = closest(written[0], known)
+            begun = [flag for flag in known if "_" in flag and written[0].startswith(flag)]
+            near = max(begun, key=len, default=None) or closest(written[0], known)  # `lora_r` of `lora_rank`
             what = f"{file} has no flag `--{written[0]}`: it stops with `unrecognized arguments`"
             other = _BEFORE if name in before else "remove it, or add it to the parser"
             fix = f"did you mean `--{near}`?" if near and name not in before else other

@@ -5,13 +5,13 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import DEEPSPEED, Hit, Severity, training_rule
+from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
+from shardwise.lint.rules.branches import branches
 from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names
 from shardwise.lint.script_text import UNDEFINED
-from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -19,16 +19,16 @@ _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
 _SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
-    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\(([\w.]+).*\n(?=((?:\1.*\n|\n)*))"
+    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n"
+    r"(?=((?:\1.*\n|\n)*))"
 )
 _MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
+_SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
 _HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretrained)\(")
-_ONE = re.compile("|".join(names("on_one_process")))
 _WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for name in names("wait_in_shards")}
 _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
-_ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
 _ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.init|[Ll]ightning")
 _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
@@ -36,14 +36,17 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
-_NEW = re.compile(r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|im_\w+\|>)$).*[^\s\w].*")
+_NEW = re.compile(
+    r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
+)
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
 _NO_PAD_TOKEN = names("no_pad_token")
 _LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
+_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
-@training_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
+@loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
 def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
     program, steps = ast.unparse(tree_of(document)), reversed([*calls(document, "step")])
@@ -54,7 +57,12 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             if re.search(rf"^( *){engine}\.step\(\)\n(?:\1.*\n)*?\1{name}\.step\(\)", program, re.MULTILINE):
                 what = f"`{engine}.step()` also steps the schedule that DeepSpeed has: it runs twice as fast"
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
+    flow = values_of(document).flow
+    engines = [*calls(document, "initialize"), *calls(document, "backward")]
     for engine, returned, given in _ENGINE.findall(program):
+        own = (one for one in engines if ast.unparse(one.func) in (_INITIALIZE, f"{engine}.backward"))
+        if any(flow.apart(one, stepped.get(given or returned, one)) for one in own):
+            continue  # another training, which has no engine
         if given in stepped and given != returned:
             what = f"`{given}` was given to DeepSpeed: under ZeRO it has no gradients: nothing is trained"
             yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
@@ -65,7 +73,7 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 
-@training_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
+@loop_rule("error", "engine.py: _configure_zero_optimizer; run with 0.19.8", versions=DEEPSPEED)
 def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed trains only with an optimizer of the file or of the script."""
     trains = "deepspeed.initialize" in document.uses and ".backward(" in document.text
@@ -79,7 +87,7 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("initialize",), what, fix)
 
 
-@training_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
+@loop_rule("error", "torch/optim/optimizer.py: zero_grad; autograd adds to .grad")
 def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
     program, made = tree_of(document), made_by(document)
@@ -96,7 +104,7 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
             return
 
 
-@training_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
+@loop_rule("warning", "torch/optim/lr_scheduler.py: `lr_scheduler.step()` before `optimizer.step()`")
 def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
     """The schedule is stepped before the optimizer: the first learning rate is never used."""
     made = made_by(document)
@@ -107,7 +115,7 @@ def schedule_before_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
         for one, call in steps[: own[0]] if own else ():
             alone = isinstance(one, ast.Expr) and one.value is call and not call.args
             if alone and "sched" in stepped(call).lower():
-                fix = f"`{ast.unparse(call)}` after line {steps[own[0]][1].lineno}"
+                fix = f"`{ast.unparse(call)}` after line {document.at(steps[own[0]][1].lineno)}"
                 yield Hit((), fix=fix, line=call.lineno)
                 return
 
@@ -157,7 +165,7 @@ def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
 
 
-@training_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
+@loop_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
     program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
@@ -168,15 +176,21 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
         own = call.args and "Tokenizer" in made.get(ast.unparse(call.func).rpartition(".")[0], "")
         given = ast.walk(values_of(document).meant(call.args[0])) if own else ()
         words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
-        if new := [*filter(_NEW.fullmatch, words)]:
+        again = "pad_token" in words and re.search(r"\.pad_token(_id)? = ", program)  # another one pads
+        if (new := [*filter(_NEW.fullmatch, words)]) and not again:
             what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
             what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 
-@training_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
+@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
 def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
+    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
+        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
+        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+            what = "the labels are padded with the pad token: the loss also trains on it"
+            yield Hit((), what, "padding_value=-100", line=call.lineno)
     given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         what = "the labels are the padded input ids: the loss also trains on pad tokens"
@@ -187,63 +201,18 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
 def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
     program = ast.unparse(tree_of(document))
-    return dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
+    made = dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
+    return {to: made[name] for to, name in _SAME.findall(program) if name in made} | made
 
 
-def _on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
-    """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
-    text = ast.unparse(test)
-    if isinstance(test, ast.BoolOp):
-        parts = [_on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
-        return any(parts) and (isinstance(test.op, ast.And) or all(parts))
-    meant = known.meant(test)
-    other = deep > 0 and meant is not test
-    if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
-        return _on_one(meant, known, deep - 1)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
-        inner = ast.unparse(test.operand)
-        text = "" if _ONE.search(inner) else f"{inner} == 0"
-    elif isinstance(test, ast.Compare) and ast.unparse(test.left) == "0":
-        text = " ".join(reversed(text.split(" ", 2)))
-    return _ONE.search(text) is not None
-
-
-def _opposite(test: ast.expr) -> ast.expr:
-    """`rank == 0` for `rank != 0`, `rank > 0` and `rank`."""
-    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.Gt):
-        return ast.Compare(test.left, [ast.Eq()], test.comparators)
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return test.operand
-    return ast.UnaryOp(ast.Not(), test)
-
-
-def _branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
-    """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
-    known, blocks = values_of(document), ("body", "orelse", "finalbody")
-    for block in (getattr(node, name, None) for node in ast.walk(tree_of(document)) for name in blocks):
-        for at, branch in enumerate(items := block if isinstance(block, list) else []):
-            if not isinstance(branch, ast.If):
-                continue
-            left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
-            rest = items[at + 1 :] if left else branch.orelse
-            said = f"`if {ast.unparse(branch.test)}` (line {branch.lineno})"
-            if _on_one(branch.test, known):
-                yield said, branch.body, rest
-            elif _on_one(_opposite(branch.test), known):
-                yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
-            else:
-                words = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(branch.test))
-                yield said, [], [branch] if re.search("rank|RANK|process", words) else []
-
-
-@training_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
+@loop_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
     found, elsewhere = dict[int, tuple[str, str]](), set[str]()
-    for where, body, others in _branches(document):
+    for where, body, others in branches(document):
         elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
@@ -257,14 +226,15 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
             what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            fix = "call it in all processes, outside the condition"
+            fix, source = "call it in all processes, outside the condition", ""
             if said.endswith(".state_dict"):  # of fully_shard it does not wait
                 what += ", or with fully_shard one process's shard is saved"
                 fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
-            yield Hit((), what, fix, line=line)
+                source = "torch/distributed/fsdp: state_dict gathers"
+            yield Hit((), what, fix, line=line, source=source)
 
 
-@training_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
+@loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
     made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
@@ -335,7 +305,7 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
     return next((line for line, *texts in said if {*texts} & counts or "accum" in texts[0]), None)
 
 
-@training_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
+@loop_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
     prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
@@ -350,11 +320,13 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
         loss = ast.unparse(getattr(call.func, "value", call.func))
         fix = f"accelerator.backward({loss})"
         if count and divided:
-            fix += f", which divides by {count} itself: also remove the division in line {divided}"
+            fix += (
+                f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
+            )
         yield Hit((), what, fix, severity=None if steps else "warning", line=call.lineno)
 
 
-@training_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
+@loop_rule("error", "accelerate/accelerator.py: backward; deepspeed/runtime/engine.py: backward")
 def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
     """The backward of an Accelerator or engine divides the loss by the accumulated micro-batches itself."""
     made = made_by(document)
@@ -366,11 +338,12 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
         counts = in_file | {own} - {""} if "accelerator" in by else in_file if _INITIALIZE in by else set()
         scales = all(one.arg != "scale_wrt_gas" for one in call.keywords)
         if call.args and counts and scales and (line := _division(document, call, counts)):
-            what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {line} does too: the "
-            yield Hit((), f"{what}gradients are too small", f"remove the division in line {line}", line=line)
+            at = document.at(line)
+            what = f"`{owner}.backward` divides the loss by {min(counts)}, and line {at} does too: the "
+            yield Hit((), f"{what}gradients are too small", f"remove the division in line {at}", line=line)
 
 
-@training_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
+@loop_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
     count, program = _accumulated(document), tree_of(document)

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit, Severity, training_rule
-from shardwise.lint.rules.loop import made_by
+from shardwise.lint.finding import Hit, Severity, loop_rule
+from shardwise.lint.rules.branches import on_one
+from shardwise.lint.rules.loop import around, made_by
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.setup import Setup
@@ -18,11 +19,23 @@ _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what make
     r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
+_CHOOSES = re.compile(
+    r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|\b(to|cuda|device)\([^\n]*(rank|index|device_id)"
+    r"|current_device|accelerator\(|deepspeed\.|lightning|fabric\(|CUDA_VISIBLE|device_?mesh"
+)
+_ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
+_MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
 _EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
     r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
-    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\(\5\b(?!.*use_orig_params=(?!False))"
+    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b"
+    r"(?!.*use_orig_params=(?!False))"
 )
+_SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
+_OF_ONE = re.compile(
+    r"(?i)rank|gpu|device|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__"
+)
+_LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
@@ -47,7 +60,7 @@ def _of_a_library(document: Document) -> bool:
     return bool(called)
 
 
-@training_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
+@loop_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
 def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a DistributedSampler all processes train on the same rows."""
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
@@ -57,6 +70,13 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
     used = re.sub(r"^\s*(from|import)\b.*$", "", program, flags=re.MULTILINE)
     divided = _DIVIDED.search(used) or _of_a_library(document)
+    for name in (
+        re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ()
+    ):
+        if not re.search(rf"(return |[=(,\[] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
+            what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
+            at = document.text.index(f"{name} = ")
+            yield Hit((), what, f"DataLoader(..., sampler={name})", line=line_at(document.text, at))
     if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(program)):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
@@ -64,7 +84,7 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, loads.start()))
 
 
-@training_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
+@loop_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
 def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
@@ -75,7 +95,7 @@ def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((), fix=fix, line=made[0].lineno)
 
 
-@training_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
+@loop_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
 def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
     program, known = ast.unparse(tree_of(document)), values_of(document)
@@ -85,12 +105,24 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         if _GLOBAL.search(said) and "%" not in said and "local" not in said.lower():
             what = "the rank counts over all nodes: from the second node on, no GPU has that number"
             yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=call.lineno)
-    several = (setup.world_size or 0) > 1 or _WRAPS.search(program) is not None
+    several = distributed(setup) or _WRAPS.search(program) is not None
     if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
         return
     if document.get("device_map") in _FIXED or "device_map={'': torch.device('cuda:0')}" in program:
         what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
         yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
+        return
+    placed, sets = _ON_CUDA.search(document.text), _MAKES_ACCELERATOR.search(document.text)
+    if placed and "init_process_group(" in program and not _CHOOSES.search(program):
+        what = "`cuda` is GPU 0 in every process, and no line chooses the GPU by rank"
+        yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=line_at(document.text, placed.start()))
+        return
+    if placed and sets and placed.start() < sets.start():
+        what = (
+            "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, and is below"
+        )
+        fix = "make the Accelerator first; prepare() moves the model"
+        yield Hit((), what, fix, severity="warning", line=line_at(document.text, placed.start()))
         return
     place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
     if place:
@@ -100,7 +132,27 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line_at(document.text, place.start(1)))
 
 
-@training_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
+@loop_rule("warning", "torch/serialization.py: save opens the file for writing, in whatever process")
+def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Every process writes the same file at the same time, which can break it: one process is to save."""
+    program, known = tree_of(document), values_of(document)
+    text = ast.unparse(program)
+    alone = "DistributedDataParallel(" in text and "init_process_group(" in text
+    if not alone or _SAVES_ITSELF.search(text) or _of_a_library(document) or setup.world_size == 1:
+        return
+    for call in calls(document, "save", "save_pretrained"):
+        taken = [test for test, _ in known.flow.taken(call)]
+        tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test in taken]
+        above = ast.unparse(around(program, call)) if around(program, call) is not program else ""
+        said = " ".join([*tests, *map(ast.unparse, call.args), *_LEAVES.findall(above)])
+        saves = re.search(r"^torch\.save$|(model|net|module)\.save_pretrained$", ast.unparse(call.func))
+        if saves and not any(on_one(test, known) for test in taken) and not _OF_ONE.search(said):
+            fix = "`if rank == 0:` around it, with the rank of torch.distributed.get_rank()"
+            yield Hit((), fix=fix, line=call.lineno)
+            return
+
+
+@loop_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
 def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     """`accelerator.prepare` divides rows, averages gradients, shards: not for what it is not given."""
     text, given = ast.unparse(tree_of(document)), list[ast.expr]()
@@ -124,7 +176,8 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     for name, kind, place in parts:
         bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
-        if line and _last(name) not in prepared and len(re.findall(bound, text, re.MULTILINE)) == 1:
+        places = {document.at(line_at(text, one.start())) for one in re.finditer(bound, text, re.MULTILINE)}
+        if line and _last(name) not in prepared and len(places) == 1:
             what = f"`{name}` is not prepared: {_UNPREPARED[kind]}"
             fix = f"{name} = accelerator.prepare({name})"
             severity: Severity = "error" if kind == "model" else "warning"
@@ -135,7 +188,7 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-@training_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
+@loop_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
 def optimizer_before_sharding(document: Document, _: Setup) -> Iterator[Hit]:
     """FSDP replaces a model's parameters: an optimizer made before has the old ones, and trains nothing."""
     for _, name, made, by, model, between in _EARLY.findall(ast.unparse(tree_of(document))):

@@ -3,11 +3,10 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.finding import Hit, loop_rule
 from shardwise.lint.rules.loop import made_by, stepped
 from shardwise.lint.rules.training import is_optimizer, tree_of
 from shardwise.lint.schema import names
@@ -15,11 +14,10 @@ from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
-_DEEPEST, _MOST = 3, 20_000  # functions within one another; calls, which these can multiply
 
 
 class _Run(NamedTuple):
-    """A call that a loop runs, also in functions that it calls, and the conditions above it."""
+    """A call that a loop runs, and the conditions above it."""
 
     call: ast.Call
     tests: tuple[ast.expr, ...]
@@ -29,53 +27,44 @@ class _Loop(NamedTuple):
     """An innermost loop that trains: `backward`, the optimizer's step, and what the latter waits for."""
 
     runs: list[_Run]
-    text: str  # of the loop and the functions that it calls
+    text: str  # of the loop
     backward: ast.Call
     every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
 
 
-def _runs(body: Sequence[ast.stmt], own: dict[str, ast.FunctionDef], deep: int = _DEEPEST) -> Iterator[_Run]:
+def _runs(body: Sequence[ast.stmt]) -> Iterator[_Run]:
     """The calls of statements, in their order."""
     tests: tuple[ast.expr, ...] = ()
     for one in body:
         blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
         blocks += [handler.body for handler in getattr(one, "handlers", [])]
         inner = [part for block in blocks for part in block]
-        if isinstance(one, ast.If):
-            for run in _runs(one.body, own, deep):
-                yield run._replace(tests=(*tests, one.test, *run.tests))
-            for run in _runs(one.orelse, own, deep):
-                yield run._replace(tests=(*tests, *run.tests))
-            tests += (one.test,) if isinstance(one.body[-1], ast.Continue | ast.Return) else ()
-            continue
         below = {node for part in inner for node in ast.walk(part)}
         for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
             yield _Run(call, tests)
-            function = own.get(ast.unparse(call.func).removeprefix("self."))
-            for run in _runs(function.body, own, deep - 1) if function and deep else ():
-                yield run._replace(tests=(*tests, *run.tests))
-        for run in _runs(inner, own, deep):
-            yield run._replace(tests=(*tests, *run.tests))
+        for at, part in enumerate(inner):
+            own = (one.test,) if isinstance(one, ast.If) and at < len(one.body) else ()
+            for run in _runs([part]):
+                yield run._replace(tests=(*tests, *own, *run.tests))
+        left = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue | ast.Return)
+        tests += (one.test,) if isinstance(one, ast.If) and left else ()
 
 
 def _loops(document: Document) -> Iterator[_Loop]:
     """The innermost loops with a backward pass and an optimizer's step."""
     program, made = tree_of(document), made_by(document)
-    own = {one.name: one for one in ast.walk(program) if isinstance(one, ast.FunctionDef)}
-    found = list[tuple[set[int], _Loop]]()
+    found = list[tuple[set[ast.Call], _Loop]]()
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [*islice(_runs(loop.body, own), _MOST)]
-        names = {ast.unparse(run.call.func).removeprefix("self.") for run in runs}
-        text = "\n".join(map(ast.unparse, (loop, *(own[name] for name in names & own.keys()))))
+        runs = [*_runs(loop.body)]
         steps = [run for run in runs if _of_optimizer(stepped(run.call), made)]
         backward = next((one.call for one in runs if ast.unparse(one.call.func).endswith(".backward")), None)
         if steps and backward:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
             every = next((mod for test in waits for mod in _moduli(test)), None)
-            found.append(({run.call.lineno for run in runs}, _Loop(runs, text, backward, every)))
-    for lines, one in found:
-        if not any(other < lines for other, _ in found):
+            found.append(({run.call for run in runs}, _Loop(runs, ast.unparse(loop), backward, every)))
+    for inside, one in found:
+        if not any(other < inside for other, _ in found):
             yield one
 
 
@@ -88,7 +77,7 @@ def _moduli(test: ast.expr) -> Iterator[ast.expr]:
     return (one.right for one in mods)
 
 
-@training_rule("warning", "autograd adds to .grad; torch/nn/utils/clip_grad.py")
+@loop_rule("warning", "autograd adds to .grad; torch/nn/utils/clip_grad.py")
 def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
     """The gradients of accumulated micro-batches add up: the loss is to be divided by their number."""
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
@@ -100,7 +89,7 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
-@training_rule("error", "torch/optim/lr_scheduler.py: step")
+@loop_rule("error", "torch/optim/lr_scheduler.py: step")
 def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
     assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
@@ -133,14 +122,11 @@ def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iter
             yield from _followed(held, given, deep - 1)
 
 
-@training_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")
-def eval_mode_stays(document: Document, setup: Setup) -> Iterator[Hit]:
+@loop_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")
+def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
     """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
-    files = (tree_of(one) for one in setup.of("training"))  # a helper may be in another one
-    own = {f.name: f for one in files for f in ast.walk(one) if isinstance(f, ast.FunctionDef)}
     for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
-        runs = [run.call for run in islice(_runs(loop.body, own), _MOST)]
-        last = {ast.unparse(call.func).rpartition(".")[2]: call for call in runs}
+        last = {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body)}
         if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
             what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
             yield Hit((), what, "model.train() at the beginning of each epoch", line=loop.lineno)

@@ -17,6 +17,7 @@ from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.script_inputs import Inputs
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
@@ -71,8 +72,10 @@ _values = lru_cache(maxsize=8)(Values)
 def known_values(document: Document, setup: Setup) -> Values:
     """The same with the flags of a script's commands, and the defaults of flags and parameters."""
     last, flags = Path(document.name).name, dict[str, Any]()
-    for one in setup.of("training"):
-        if one.syntax == "shell" and Path(str(one.get("script"))).name == last:
+    commands = [one for one in setup.of("training") if one.syntax == "shell"]
+    mine = [one for one in commands if Path(str(one.get("script"))).name == last]
+    for one in mine or commands:  # a script that no command starts is a module of the one that is started
+        if one.syntax == "shell":
             flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
     return _valued(tree_of(document), json.dumps(flags, sort_keys=True, default=str))
 
@@ -122,13 +125,17 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
-def load_in_8bit_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """A quantization_config is the only way in transformers 5."""
-    own = "BitsAndBytesConfig" in document.uses or any(map(_UNSLOTH.fullmatch, document.uses))
-    for name in ("load_in_8bit", "load_in_4bit") if document.syntax == "python" and not own else ():
-        if document.on(name):
-            what = f"from_pretrained of transformers 5 has no `{name}`: TypeError"
-            yield Hit((name,), what, f"quantization_config=BitsAndBytesConfig({name}=True)")
+def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+    """from_pretrained gives what it does not know to the model's class, which stops: TypeError."""
+    gone: dict[str, str] = table("removed_from_pretrained")
+    for call in calls(document, "from_pretrained"):
+        loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
+        given = values_of(document).arguments(call) if loads else {}
+        for name in gone.keys() & {key[0] for key in given}:
+            what = f"from_pretrained of transformers 5 has no `{name}`, whatever its value: TypeError"
+            line, value = given[name,]
+            maybe = value == UNKNOWN and name not in {one.arg for one in call.keywords}
+            yield Hit((name,), what, gone[name], severity="warning" if maybe else None, line=line)
 
 
 @training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
@@ -346,10 +353,18 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
     if document.syntax == "python":
         judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *_WORDS])
-        open_ += [f"`{name}`" for name in judged if document.has(name) and setup.training(name) is None]
+        known = [given for given, _ in given_to_trainers(document, setup, every=True)]
+        given = {name for one in known for name, value in one.items() if value not in (None, UNKNOWN)}
+        unknown = [one for one in judged if document.has(one) and setup.training(one) is None]
+        open_ += [f"`{name}`" for name in unknown if name not in given]
     if open_:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
-        yield Hit((), what, "name the command or file with the values, too, or write them in the script")
+        fix = (
+            "write them in the script"
+            if others
+            else "name the command or file with the values, too, or write "
+        )
+        yield Hit((), what, fix + "them in the script" * (not others))
     elif _OF_FRAMEWORKS & document.values.keys():
         what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")

@@ -1,0 +1,61 @@
+"""What one process of a training does, and what the others do."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardwise.lint.document import Document
+from shardwise.lint.rules.training import tree_of, values_of
+from shardwise.lint.schema import names
+from shardwise.lint.script_values import Values
+
+_ONE = re.compile("|".join(names("on_one_process")))
+_ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
+
+
+def on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
+    """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
+    text = ast.unparse(test)
+    if isinstance(test, ast.BoolOp):
+        parts = [on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        return any(parts) and (isinstance(test.op, ast.And) or all(parts))
+    meant = known.meant(test)
+    other = deep > 0 and meant is not test
+    if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
+        return on_one(meant, known, deep - 1)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
+        inner = ast.unparse(test.operand)
+        text = "" if _ONE.search(inner) else f"{inner} == 0"
+    elif isinstance(test, ast.Compare) and isinstance(left := known.meant(test.left), ast.Call):
+        text = text.replace(ast.unparse(test.left), ast.unparse(left), 1)  # `self.gpu == 0`
+    elif isinstance(test, ast.Compare) and ast.unparse(test.left) == "0":
+        text = " ".join(reversed(text.split(" ", 2)))
+    return _ONE.search(text) is not None
+
+
+def _opposite(test: ast.expr) -> ast.expr:
+    """`rank == 0` for `rank != 0`, `rank > 0` and `rank`."""
+    if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.NotEq | ast.Gt):
+        return ast.Compare(test.left, [ast.Eq()], test.comparators)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return test.operand
+    return ast.UnaryOp(ast.Not(), test)
+
+
+def branches(document: Document) -> Iterator[tuple[str, list[ast.stmt], list[ast.stmt]]]:
+    """Each `if`: where one process is alone, in words, what it does there, and what the others do."""
+    known, blocks = values_of(document), ("body", "orelse", "finalbody")
+    for block in (getattr(node, name, None) for node in ast.walk(tree_of(document)) for name in blocks):
+        for at, branch in enumerate(items := block if isinstance(block, list) else []):
+            if not isinstance(branch, ast.If):
+                continue
+            left = not branch.orelse and isinstance(branch.body[-1], ast.Return | ast.Continue)
+            rest = items[at + 1 :] if left else branch.orelse
+            said = f"`if {ast.unparse(branch.test)}` (line {document.at(branch.lineno)})"
+            if on_one(branch.test, known):
+                yield said, branch.body, rest
+            elif on_one(_opposite(branch.test), known):
+                yield f"what follows {said}" if left else f"the `else` of {said}", rest, branch.body
+            else:
+                words = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(branch.test))
+                yield said, [], [branch] if re.search("rank|RANK|process", words) else []

@@ -1,0 +1,200 @@
+"""A script as it runs: the statements of its functions and methods where it calls them."""
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import PurePath
+from typing import Any
+
+from shardwise.lint.document import Document
+from shardwise.lint.script_inputs import presets
+
+_DEEPEST, _MOST = 8, 30_000  # functions within one another; nodes, which calls can multiply
+_LATER = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.FunctionDef
+_LATER |= ast.AsyncFunctionDef | ast.ClassDef  # whose parts run later, or more often
+_PLACE = ast.Name | ast.Attribute
+
+
+def as_run(document: Document, others: Sequence[Document]) -> Document:
+    """The script with the bodies of functions in place of their calls; the same script if it has none.
+
+    `lines` are those of the file; for a function that one of the others defines, the line of its call.
+    """
+    texts = {PurePath(one.name).stem: one.text for one in others if one.syntax == "python"}
+    text, lines = _as_run(document.text, tuple(texts.items()))
+    return replace(document, text=text, lines=lines)
+
+
+@lru_cache(maxsize=8)
+def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
+    program = ast.parse(text)
+    if not _Run(ast.parse(text), dict(others)).changes(program):
+        return text, ()
+    made = ast.unparse(ast.fix_missing_locations(program))
+    try:
+        trees = program, ast.parse(made)
+    except SyntaxError:  # a value where only a name is allowed
+        return text, ()
+    old, new = ([one for one in ast.walk(tree) if isinstance(one, ast.stmt)] for tree in trees)
+    lines, last = {to.lineno: one.lineno for one, to in zip(old, new, strict=False)}, 1
+    return made, tuple(last := lines.get(at, last) for at in range(made.count("\n") + 2))
+
+
+class _Run(ast.NodeTransformer):
+    """Puts the statements of a function before the statement that calls it."""
+
+    def __init__(self, program: ast.Module, others: Mapping[str, str]) -> None:
+        nodes, self._far = [*ast.walk(program)], set[ast.AST]()  # what other files define
+        for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
+            there = ast.parse(others.get(str(one.module).rpartition(".")[2], "")).body
+            names = {alias.name for alias in one.names if not alias.asname}
+            self._far |= {part for part in there if getattr(part, "name", "") in names}
+        nodes = [part for one in self._far for part in ast.walk(one)] + nodes
+        self._classes = {one.name: one for one in nodes if isinstance(one, ast.ClassDef)}
+        own = {one for made in self._classes.values() for one in made.body}
+        functions = (one for one in nodes if isinstance(one, ast.FunctionDef) and one not in own)
+        self._functions = {one.name: one for one in functions}
+        self._objects, self._made = dict[str, Any](), set[str]()  # the class of each object; all of them
+        self._open, self._called = list[ast.FunctionDef](), set[tuple[str, int]]()
+        self._before, self._statement, self._left = list[ast.stmt](), ast.stmt(), _MOST
+
+    def changes(self, program: ast.Module) -> bool:
+        """Change a program; whether a call or a class became statements."""
+        self.generic_visit(program)
+        node: Any
+        for node in ast.walk(program):
+            parts: list[Any] = node.body if isinstance(node, ast.ClassDef) else [node]
+            for one in parts:
+                if isinstance(one, ast.FunctionDef) and (one.name, one.lineno) not in self._called:
+                    self._objects["self"] = self._classes.get(getattr(node, "name", ""))
+                    self.generic_visit(one)
+        changed = len(self._called)
+        for node in ast.walk(program):
+            if isinstance(body := getattr(node, "body", None), list):
+                kept = [one for one in body if (getattr(one, "name", ""), one.lineno) not in self._called]
+                node.body = kept or [ast.copy_location(ast.Pass(), node)]
+            if isinstance(node, ast.ClassDef) and node.name not in self._made:
+                changed += _joined(node)
+        return changed > 0
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, _LATER):
+            return node
+        if not isinstance(node, ast.stmt):
+            return super().visit(node)
+        outer = self._before, self._statement
+        self._before, self._statement = before, _ = list[ast.stmt](), node
+        self.generic_visit(node)
+        self._before, self._statement = outer
+        done = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call)
+        done |= isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == ast.unparse(node.value)
+        return before if done and before else [*before, node]
+
+    def visit_Call(self, call: ast.Call) -> Any:
+        """What a function returns; its statements come before this one."""
+        by: Any = self._statement
+        to = by.targets[0] if isinstance(by, ast.Assign) and by.value is call else None
+        self.generic_visit(call)
+        function, holder = self._found(call, to)
+        if not function or function in self._open or len(self._open) == _DEEPEST or self._left < 0:
+            return call
+        body, inner = deepcopy(function.body), [*_own(function)]
+        value = body.pop().value if isinstance(body[-1], ast.Return) else None
+        early = [one for one in inner if isinstance(one, ast.Return) and one is not function.body[-1]]
+        yields = any(isinstance(one, ast.Yield | ast.YieldFrom) for one in inner)
+        if yields or (value is None and any(one.value for one in early)):
+            return call
+        self._left -= len(inner)
+        self._called.add((function.name, function.lineno))
+        given, value = _given(function, call, holder), value or ast.Constant(None)
+        names = {name: one for name, one in given.items() if isinstance(one, _PLACE)}
+        before = [_assign(ast.Name(name), one, call) for name, one in given.items() if name not in names]
+        for local, place in zip(_parts(value), _parts(to), strict=False):
+            if isinstance(local, ast.Name) and local.id not in given and isinstance(place, _PLACE):
+                names[local.id] = place
+        if function.name == "__init__":
+            before, value = [_assign(to, call, call), *before] if to else before, to or call
+        else:
+            value = _Named(names).visit(value)
+        body = [_Named(names).visit(one) for one in body]
+        for one in ast.walk(ast.Module(body, [])) if function in self._far else ():
+            one.lineno = call.lineno  # type: ignore[attr-defined]
+        if early:  # what these leave out ends with the function
+            body = [ast.copy_location(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
+        block = ast.Module(body, [])
+        self._open.append(function)
+        self.generic_visit(block)
+        self._before += [*before, *block.body]
+        by.value = value if to else getattr(by, "value", None)
+        value = value if value is call else self.visit(value)
+        self._open.pop()
+        return value
+
+    def _found(self, call: ast.Call, to: ast.expr | None) -> tuple[Any, ast.expr | None]:
+        """The function that a call runs, and what is `self` in it."""
+        match call.func:
+            case ast.Name(id=name) if name in self._classes:
+                self._made.add(name)
+                self._objects[ast.unparse(to or call.func)] = self._classes[name]
+                return self._method(self._classes[name], "__init__"), to or call.func
+            case ast.Name(id=name):
+                return self._functions.get(name), None
+            case ast.Attribute(value=holder, attr=name):
+                holder = holder.func if isinstance(holder, ast.Call) else holder
+                return self._method(self._objects.get(ast.unparse(holder)), name), holder
+        return None, None
+
+    def _method(self, made: ast.ClassDef | None, name: str) -> Any:
+        """A method of a class, or of a class that it is derived of."""
+        own = [one for one in made.body if isinstance(one, ast.FunctionDef)] if made else []
+        bases = [self._classes.get(ast.unparse(one)) for one in made.bases] if made else []
+        inherited = (self._method(base, name) for base in bases if base is not made)
+        return next(filter(None, [one for one in own if one.name == name] or inherited), None)
+
+
+class _Named(ast.NodeTransformer):
+    """Gives names their values in a copy."""
+
+    def __init__(self, names: Mapping[str, ast.expr]) -> None:
+        self._names = names
+
+    def visit_Name(self, name: ast.Name) -> ast.expr:
+        return deepcopy(self._names.get(name.id, name))
+
+
+def _own(node: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a function that run with it."""
+    for one in (one for one in ast.iter_child_nodes(node) if not isinstance(one, _LATER)):
+        yield one
+        yield from _own(one)
+
+
+def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:
+    return node.elts if isinstance(node, ast.Tuple) else [node]
+
+
+def _assign(to: ast.expr, value: ast.expr, by: ast.AST) -> ast.stmt:
+    return ast.copy_location(ast.Assign([to], value), by)
+
+
+def _given(function: ast.FunctionDef, call: ast.Call, holder: ast.expr | None) -> dict[str, ast.expr]:
+    """What the parameters of a function are in a call."""
+    static = any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
+    plain = takewhile(lambda one: not isinstance(one, ast.Starred), call.args)
+    words = plain if holder is None or static else (holder, *plain)
+    given = dict(zip((one.arg for one in function.args.args), words, strict=False))
+    return presets(function) | given | {one.arg: one.value for one in call.keywords if one.arg}
+
+
+def _joined(made: ast.ClassDef) -> bool:
+    """Put the methods of a class that nothing makes in one, from `__init__` on; whether it has this."""
+    own = [one for one in made.body if isinstance(one, ast.FunctionDef)]
+    own.sort(key=lambda one: one.name != "__init__")
+    if len(own) < 2 or own[0].name != "__init__":
+        return False
+    made.body = [one for one in made.body if one not in own[1:]]
+    own[0].name, own[0].body = made.name, [part for one in own for part in one.body]
+    return True
