@@ -55,7 +55,7 @@ VERBS = {
         "--set", "--memory-cap", "--json",
     },
     "check": {
-        "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--json",
+        "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--strict", "--json",
     },
     "emit": {"--to", "--run", "--gpus", "--preset", "--out", "--set"},
     "report": {"--html", "--json"},
