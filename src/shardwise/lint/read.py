@@ -139,7 +139,7 @@ def referred(document: Document) -> list[str]:
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
-    named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
+    named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell" and document.has("script"):
         named.append(document.get("script"))
     if document.syntax == "shell":

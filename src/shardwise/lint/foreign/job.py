@@ -19,11 +19,12 @@ from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.strategies import folded
 from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import STEPS, TABLE, leaves, run_name
-from shardwise.lint.setup import Setup
+from shardwise.lint.setup import Setup, of_script
 from shardwise.lint.translate import translate
 
 _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
+_EVALUATES = {"eval_strategy", "evaluation_strategy", "eval_dataset", "**"}  # without them a Trainer does not
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
@@ -66,11 +67,14 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         raise JobError("none of its settings is one of a job", where=", ".join(map(str, files)), fix=fix)
     given = {one.key for one in stated} | lost
     idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
-    idle["data.eval"] = evaluates in _NO_STEPS[1:]
+    places = {place[0] for one in documents for place in one.marks}
+    by_trainer = any(of_script(one) == "trainer" for one in documents)
+    idle["data.eval"] = evaluates in _NO_STEPS[1:] or (by_trainer and not places & _EVALUATES)
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
-    keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
+    plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
+    keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
     assumed = defaults(keys | given | open_.keys(), documents, model, said)
     said += resolve.conflicts(stated)

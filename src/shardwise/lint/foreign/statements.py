@@ -111,6 +111,9 @@ def _is_setting(place: Key) -> bool:
 def _pairs(document: Document) -> list[tuple[str, Any]]:
     """The document's keys with their values; bf16 last, which wins over fp16."""
     values: dict[str, Any] = {key: value for key, value in document.values.items() if key != UNDEFINED}
+    if document.syntax == "shell" and "deepspeed_config_file" in values:  # which decides in their place
+        for flag in {"use_deepspeed", *names("in_the_deepspeed_file")} - document.flags:
+            values.pop(flag, None)
     words = values.get("fsdp")
     if isinstance(words, str | list):  # `full_shard auto_wrap offload`, and as a list Axolotl's
         words = words.replace(",", " ").split() if isinstance(words, str) else words
