@@ -26,6 +26,9 @@ model = {0}.get_peft_model(model, r=16{1})
 rows = load_dataset("json", data_files=find(), split="train")
 SFTTrainer(model=model, args=SFTConfig("o"), train_dataset=rows).train()
 """
+OWN = "not said by the files, so shardwise's own: "
+YAML = "model_name_or_path: a/b\nper_device_train_batch_size: 2\n"
+HEAD = "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 CASES: dict[str, Case] = {
@@ -100,6 +103,70 @@ CASES: dict[str, Case] = {
         {"train.global_batch": 32},
         (),
         ("could not be read",),
+    ),
+    "a key that a sentence asks for is no default of shardwise's": (
+        {"train.py": "import torch\nfrom transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
+         "block_size = pick()\ntorch.optim.AdamW(m.parameters(), lr=rate())\nmax_iters = 5 * 100\n"},
+        {"optimizer.learning_rate": None},
+        ("write optimizer.learning_rate; until then 2e-05", "max_iters: not understood; write train.steps; until then one epoch", OWN + "data.sequence_length 1024"),
+        (OWN + "optimizer", "one epoch,", ", one epoch"),
+    ),
+    "several keys of one sentence": (
+        {"train.py": f"{HEAD}Trainer(m, TrainingArguments('o', optimizers=make(), **more))\n"},
+        {},
+        ("until then optimizer.learning_rate 2e-05, optimizer.beta1 0.9", "one epoch"),
+        (OWN + "optimizer",),
+    ),
+    "a default of shardwise loses to what is read": (
+        {"run.sh": "torchrun --nproc_per_node 2 train.py\n", "train.py": f"{HEAD}Trainer(m, TrainingArguments('o', per_device_train_batch_size=48, gradient_accumulation_steps=cfg['n']))\n"},
+        {"train.micro_batch": 48, "train.global_batch": 96},
+        ("to do: of a step's rows the files say gpus 2, micro 48, and another factor could not be read; write train.micro_batch, train.global_batch",),
+        ("left out: train", "does not divide", "until then 16"),
+    ),
+    "what is known of a batch stays": (
+        {"run.sh": "torchrun --nproc_per_node 2 train.py\n", "train.py": f"{HEAD}Trainer(m, TrainingArguments('o', per_device_train_batch_size=4, gradient_accumulation_steps=cfg['n']))\n"},
+        {"train.micro_batch": 4, "train.global_batch": None},
+        ("the files say gpus 2, micro 4, and another factor could not be read; write train.micro_batch, train.global_batch; until then 16",),
+        (),
+    ),
+    "an open accumulation is none of ms-swift's own": (
+        {"run.sh": f"NPROC_PER_NODE=2 {SWIFT.format('sft', 'd.jsonl')} --gradient_accumulation_steps $N\n"},
+        {"train.global_batch": None},
+        ("gradient_accumulation_steps: its value could not be read",),
+        ("train.global_batch=16",),
+    ),
+    "what changes the text comes first": (
+        {"a.yaml": f"{YAML}chat_template: \"{{% for m in messages %}}{'x' * 99}{{% endfor %}}\"\neos_token: <|end|>\ndebug: true\nlogging_steps: 1\nrope_theta: 30000\n"},
+        {"data.chat_template": None},
+        (
+            "to do: a.yaml: chat_template (line 3) `{% for m in messages %}",
+            "xxx...`: write data.chat_template, a file with this text",
+            "eos_token (line 4) `<|end|>`: prepare a tokenizer that ends answers with it",
+            "rope_theta (line 7) `30000`: prepare a model folder",
+            "left out: a job has no such key: debug\nleft out: shardwise does it itself: logging_steps",
+        ),
+        ("x" * 80,),
+    ),
+    "a template of another tool": (
+        {"a.yaml": f"{YAML}template: qwen\n"},
+        {},
+        ("changed: a.yaml: template (line 3) `qwen`: trained with the model's own chat template",),
+        (),
+    ),
+    "tokens that a script adds": (
+        {"train.py": f"{HEAD}t = AutoTokenizer.from_pretrained('a/b')\nt.add_special_tokens({{'additional_special_tokens': ['<a>'], 'pad_token': '<p>'}})\nTrainer(m, TrainingArguments('o'))\n"},
+        {},
+        ("to do: train.py: add_special_tokens.special_tokens_dict.additional_special_tokens (line 4): prepare a tokenizer with these tokens",),
+        ("to do: train.py: add_special_tokens.special_tokens_dict.pad_token",),
+    ),
+    "weights in bf16 alone": (
+        {"run.sh": "torchrun --nproc_per_node 2 train.py --model_name a/b --pure_bf16\n"},
+        {"train.precision": "bf16"},
+        ("changed: run.sh:1: pure_bf16: True: the weights and the moments of the optimizer stay in fp32",),
+        (),
+    ),
+    "clipping below zero is none": (
+        {"a.yaml": f"{YAML}max_grad_norm: -1\n"}, {"optimizer.clip_norm": 0}, (), ("clip_norm",),
     ),
 }
 

@@ -11,7 +11,7 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import TABLE, targets
+from shardwise.lint.foreign.table import NO_KEY, TABLE, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
@@ -211,7 +211,6 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     """The command without the flags that the script's settings have taken, or that only the script knows."""
     unread = [place for place in script.marks if is_open(script, place)]
     open_ = {target for place in unread for target in targets_of(script, place)}
-    own = list[str]()
     stated = {target for place in script.marks for target in targets_of(script, place)}
     unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
     # a field of the Trainer's arguments that the script only reads decides what it always does, and an
@@ -227,9 +226,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         if decided & open_ or flag not in TABLE["keys"]:
             gone.add(flag)
         if not decided & open_ and flag not in TABLE["keys"] and flag not in TABLE["strategy"]["keys"]:
-            own.append(f"{flag} (line {command.line((flag,))})")
-    if own:
-        said.append(f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key")
+            said.append(f"left out: {NO_KEY}: {flag}")
     gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}

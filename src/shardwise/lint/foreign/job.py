@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import textwrap
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.strategies import folded
 from shardwise.lint.foreign.suspects import suspects
-from shardwise.lint.foreign.table import STEPS, TABLE, leaves, run_name
+from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
 from shardwise.lint.setup import Setup, of_script
 from shardwise.lint.translate import translate
 
@@ -27,6 +29,7 @@ _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=
 _EVALUATES = {"eval_strategy", "evaluation_strategy", "eval_dataset", "**"}  # without them a Trainer does not
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
+_MOST_NAMES, _LARGE = 60, 8  # names in a sentence, and keys of a section that are named
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
 
@@ -82,7 +85,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
     batch = {name[6:]: int(value) for name, _, value in parts}
     batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
-    if swift and not {"accumulation", "total"} & batch.keys():
+    if swift and not {"accumulation", "total"} & batch.keys() and "batch.accumulation" not in open_:
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
@@ -91,7 +94,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
     _complete(job, said, open_.keys())
-    said[:] = sorted((one.replace(STEPS, _steps(job)) for one in said), key=_weight)
+    said[:] = sorted((one.replace(STEPS, _steps(job)) for one in _names_together(said)), key=_weight)
     return _text(job, files, folder, said), said
 
 
@@ -118,6 +121,21 @@ def _weight(sentence: str) -> int:
     """The order in which a user reads: what is to do first, what is left out last."""
     kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
     return next(place for place, kind in enumerate(kinds) if sentence.startswith(kind))
+
+
+def _names_together(said: Sequence[str]) -> list[str]:
+    """The sentences, with one for all keys that are left out for the same reason, as the last ones."""
+    made = list(said)
+    for why in BY_NAME:
+        start = f"left out: {why}: "
+        names = [one.removeprefix(start) for one in made if one.startswith(start)]
+        sizes = Counter(one.partition(".")[0] for one in {*names})
+        tops = ((one, one.partition(".")[0]) for one in names)
+        names = sorted({f"{top}.*" if sizes[top] > _LARGE else one for one, top in tops})
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        made = [one for one in made if not one.startswith(start)]
+        made += [f"{start}{', '.join(names[:_MOST_NAMES])}{more}"] if names else []
+    return made
 
 
 def _rank(document: Document, setup: Setup) -> tuple[bool, int]:
@@ -164,14 +182,36 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
+    own = {key: json.dumps(value).replace('"', "") for key, value in rest.items() if value is not None}
     if job.values["data"].get("eval_fraction") == 0:
-        rest.pop("train.eval_every", None)  # there is nothing to evaluate on
-    texts = [f"{key} {json.dumps(value)}" for key, value in rest.items() if key in TABLE["shown"]]
-    unset = [one.replace('"', "") for one in texts]
+        own.pop("train.eval_every", None)  # there is nothing to evaluate on
+    if job.values["data"].get("format") == "text":
+        own.pop("data.loss_on", None)  # all of a text counts
+    if "lora" not in job.values["model"]:
+        own["model.lora"] = "none"
     if not {"steps", "epochs"} & job.values.get("train", {}).keys():
-        unset.append("one epoch")
+        own |= {"train.epochs": "one epoch", "train.steps": "one epoch"}
+    asked = _until_written(said, own)
+    asked |= {"train.epochs", "train.steps"} if asked & {"train.epochs", "train.steps"} else set()
+    texts = {key: value if " " in value else f"{key} {value}" for key, value in own.items()}
+    unset = [texts[key] for key in TABLE["shown"] if key in texts and key not in asked]
     if unset:
         said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+
+
+def _until_written(said: list[str], own: dict[str, str]) -> set[str]:
+    """Add to each sentence that asks for keys what they are until then; return these keys."""
+    asked = set[str]()
+    for place, sentence in enumerate(said):
+        kind, _, rest = sentence.partition(": ")
+        named = [key for key in own if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", rest)]
+        if kind not in ("to do", "changed"):
+            continue
+        asked |= {*named}
+        keys = [key for key in named if kind == "changed" or "write " in rest or rest.startswith(key)]
+        texts = [own[key] if len(keys) == 1 or " " in own[key] else f"{key} {own[key]}" for key in keys]
+        said[place] += f"; until then {', '.join(dict.fromkeys(texts))}" if keys else ""
+    return asked
 
 
 def _steps(job: source.Document) -> str:

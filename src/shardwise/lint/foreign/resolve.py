@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from shardwise.job.schema import BUCKET
+from shardwise.job.schema import BUCKET, Train
 from shardwise.lint.foreign.statements import Statement
 from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
@@ -76,9 +76,11 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     micro, times = parts.get("micro", 1), parts.get("accumulation", 1)
     rows = parts.get("total", parts.get("nodes", 1) * parts.get("gpus", 1) * micro * times)
     if "total" not in parts and unsaid:
-        known = ", ".join(f"{name} {count}" for name, count in parts.items() if name != "micro")
-        said += [f"left out: {known}: a factor of the batch is not known"] if known else []
-        return [f"train.micro_batch={micro}"] if "micro" in parts else []
+        known = ", ".join(f"{name} {count}" for name, count in parts.items())
+        what = f"of a step's rows the files say {known}, and another factor could not be read"
+        said.append(f"to do: {what}; write {BATCH}")
+        more = [f"train.global_batch={rows}"] * (Train().global_batch % micro > 0)  # a default loses
+        return [f"train.micro_batch={micro}", *more] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:
         said.append(f"to do: no file says how many rows a GPU takes at a time; write {BATCH}")
         return []

@@ -10,15 +10,15 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, lacks_number, leaves, meaning
+from shardwise.lint.foreign.table import BY_NAME, NO_KEY, TABLE, WRITE_STEPS, lacks_number, leaves, meaning
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
-_RUN = "the text does not show its value, and a job file has no such key"
 _MANY = 8  # keys that are named
+_LONGEST = 60  # characters of a value that are shown
 _QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
 _SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
 
@@ -59,7 +59,9 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             else:
                 asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
                 shown = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
-                left_out[meant].append(shown + f" `{value}`" * asks)
+                text = " ".join(str(value).split())
+                text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+                left_out[meant].append(shown + f" `{text}`" * asks)
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue
@@ -68,12 +70,15 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
     for place in _unread(document):
         why = TABLE["reasons"].get(".".join(place), "")
-        why = why if _kind(why) == "to do" else _RUN
+        why = why if _kind(why) == "to do" else NO_KEY
         left_out[why].append(f"{'.'.join(place)} (line {document.line(place)})")
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
-    said += [f"{_kind(why)}: {document.name}: {_few(keys)}: {why}" for why, keys in left_out.items()]
+    for why, keys in left_out.items():
+        by_name = NO_KEY if why == NO_KEY else BY_NAME[1] if why.startswith("shardwise ") else ""
+        said += [f"left out: {by_name}: {key.partition(' (')[0]}" for key in keys if by_name]
+        said += [] if by_name else [f"{_kind(why)}: {document.name}: {_few(keys)}: {why}"]
 
 
 def _kind(why: str) -> str:

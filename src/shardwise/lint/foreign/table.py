@@ -20,6 +20,9 @@ TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key 
 STEPS = "all steps"  # job.py says how many they are
 WRITE_STEPS = f"write optimizer.warmup_steps, this share of {STEPS}; unset means 3 %"
 
+NO_KEY = "a job has no such key"
+BY_NAME = (NO_KEY, "shardwise does it itself")  # reasons that need no more than the names of the keys
+
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
 _WORD = re.compile(r"(?!(auto|none|inf|all|gpu)$)[A-Za-z ]+")  # but those that a tool takes for a number
@@ -82,6 +85,8 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
         return "write data.eval_fraction, the share of all rows that these are"
+    if rule == "optimizer.clip_norm" and number and number < 0:
+        return [f"{rule}=0"]  # the Trainer, DeepSpeed and loops clip where it is above 0
     if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
         return WRITE_STEPS
     if rule == "batch.gpus" and re.fullmatch(r"\d+(,\d+)+", str(value)):
@@ -106,8 +111,9 @@ def _reason(key: str, text: str) -> str:
     if key in TABLE["keys"]:
         return f"{text}: nothing in a job file has this value"
     top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
-    near = get_close_matches(key if top in tops else top, _KNOWN if top in tops else tops, n=1, cutoff=0.85)
-    return f"a job file has no such key{f'; did you mean {near[0]}?' if near else ''}"
+    known = [one for one in (_KNOWN if top in tops else tops) if not one.endswith("()")]
+    near = get_close_matches(key if top in tops else top, known, n=1, cutoff=0.85)
+    return NO_KEY + (f"; did you mean {near[0]}?" if near else "")
 
 
 def targets(key: str, *, below: bool) -> set[str]:
