@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Inputs:
         self.commanded = commanded  # whether a command says all flags
         self._alone = alone  # whether nothing starts other processes
         self.given = given  # files of settings, one of which the script may read
-        self.elsewhere = dict(elsewhere or {})  # defaults of flags of parsers in other files
+        self.elsewhere = dict(elsewhere or {})  # defaults of flags and fields in other files
         self.imported = imported  # whether another script is the one that is started
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
@@ -174,6 +175,8 @@ class Presets:
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
                     for keyword in given:
+                        if getattr(keyword.value, "attr", "") == keyword.arg:
+                            continue  # `Rows(size=args.size)` hands a flag on
                         self._note(keyword.arg or "", keyword.value, 1)
             case ast.ClassDef(body=body):
                 for name, value in fields(node):
@@ -255,10 +258,20 @@ def options_of(text: str) -> set[str]:
 
 
 def defaults_of(text: str) -> dict[str, ast.expr]:
-    """The defaults of the flags of a script's parsers."""
-    calls = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call))
-    made = (options(one) for one in calls if name_of(one.func).endswith("add_argument"))
-    return {name: default for _, name, default in made if default is not None}
+    """What a name is in scripts, as a flag, a field or a constant; not where it is several things."""
+    found = list[tuple[str, ast.expr]]()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=called) if name_of(called).endswith("add_argument"):
+                _, name, default = options(node)
+                found += [(name, default)] if default is not None else []
+            case ast.ClassDef():
+                found += fields(node)
+            case ast.Module(body=body):
+                plain = [one for one in body if isinstance(one, ast.Assign)]
+                found += [(ast.unparse(one.targets[0]), one.value) for one in plain]
+    texts = Counter(name for name, _ in {(name, ast.unparse(default)) for name, default in found})
+    return {name: default for name, default in found if texts[name] == 1}
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:

@@ -220,6 +220,8 @@ class Values:
                 found = next(
                     (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
                 )
+                if found and not any(found) and name.isupper() and name in self._inputs.elsewhere:
+                    return [self._inputs.elsewhere[name]]  # `from consts import RATE`
                 several = self._defaults and len(found) > 1
                 known = found if len(found) <= MOST_BOUND else []
                 return [one for one in known if not several or one is None or self.flow.runs(one)]
@@ -308,12 +310,18 @@ class Values:
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
+        if self._inputs.imported and not self._uses_of(function) and not made:
+            other = self._inputs.elsewhere.get(arg.arg) if self._inputs.commanded else None
+            named = self._inputs.flag([arg.arg]) or other  # another file calls it, with the flag of that name
+            self._arguments[arg] = [named] if named else []
+            return self._arguments[arg]
         for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
                 given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
-                given = given if None in given else preset | given
+                rest = self._options(given.pop(None), arg.arg) if None in given else {}
+                given = given if rest is None else preset | given | rest
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
             if arg is function.args.kwarg and isinstance(call, ast.Call):
@@ -322,6 +330,14 @@ class Values:
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]
+
+    def _options(self, rest: ast.expr, name: str) -> dict[Any, ast.expr] | None:
+        """What the `**rest` of a command of click gives an argument; None if it is no command's."""
+        command = next(self.flow.scopes(self.meant(rest)), None)
+        known = commanded(command) if isinstance(command, ast.FunctionDef) else None
+        flags, _, value = (known or {}).get(name, ([], "", None))
+        given = self._inputs.flag(flags) or value
+        return None if known is None else {name: given} if given else {}
 
     def _change(self, node: ast.AST) -> None:
         match node:

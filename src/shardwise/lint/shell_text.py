@@ -150,10 +150,9 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
         else:
             if word.endswith((".yaml", ".yml", ".json")) and not before_script:
                 yield "arguments", word, line
-            if before_script and word.endswith(".py"):
-                yield "script", word, line
-            elif before_script and launcher == "swift":
-                yield launcher, word, line  # `pt` of `swift pt`
+            script = word.endswith(".py")
+            if before_script and (script or launcher == "swift"):
+                yield "script" if script else launcher, word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$")
 
 

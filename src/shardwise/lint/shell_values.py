@@ -137,7 +137,8 @@ class Variables:
 
     def _value(self, raw: str) -> Value:
         code = re.sub(r"'[^']*'|\"[^\"]*\"", "", raw)
-        if re.search(r"\$\((?!\()|`|\$'", _EXPR.sub("", raw)) or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
+        printed = re.search(r"\$\((?!\()|`|\$'", _EXPR.sub("", raw))
+        if printed or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
             return None  # what a command prints; `{1,2}`, which may be two words
         if not raw.startswith("("):
             return self.expanded(raw, bare=True)

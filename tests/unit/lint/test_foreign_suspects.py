@@ -147,4 +147,7 @@ def test_a_flag_may_have_any_characters(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_section_of_many_keys_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = "".join(f"  k{number}: 1\n" for number in range(20))
     _, said = made_of({"a.yaml": f"{YAML}mixture:\n{keys}"}, tmp_path, monkeypatch)
-    assert "left out: a job has no such key: mixture.*" in said, said
+    assert (
+        f"left out: a job has no such key: {', '.join(sorted(f'mixture.k{one}' for one in range(20)))}"
+        in said
+    ), said

@@ -25,7 +25,7 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     values = {own.get(key, key): value for key, value in document.values.items()}
     marks = {(tool, *key) if key[0] in own else key: mark for key, mark in document.marks.items()}
     if swift:
-        marks |= _with_counts(values, document, said)
+        _take_counts(values, marks, f"{document.name}:{document.line(('dataset',))}", said)
     for name in ("datasets", "test_datasets"):
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
@@ -49,22 +49,18 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     return [replace(document, values=values), *held]
 
 
-def _with_counts(values: dict[str, Any], document: Document, said: list[str]) -> dict[Key, Mark]:
-    """Take the numbers of rows of ms-swift's `ID#1000`; the marks of what is said so."""
-    marks = dict[Key, Mark]()
-    for name in ("dataset", "val_dataset"):
-        given = values.get(name)
-        parts = [str(one).partition("#") for one in (given if isinstance(given, list) else [given])]
-        line = document.line((name,))
-        if counts := [count for _, _, count in parts if count]:
-            values[name] = parts[0][0] if len(parts) == 1 else [one for one, *_ in parts]
-            if len(parts) == 1 and name == "dataset":
-                values["max_samples"] = as_number(counts[0]) or counts[0]
-                marks["max_samples",] = Mark(line=line)
-            else:
-                what = "prepare files with so many rows of each; data.max_samples counts those of all"
-                said.append(f"to do: {document.name}:{line}: {name}: {', '.join(counts)} rows: {what}")
-    return marks
+def _take_counts(values: dict[str, Any], marks: dict[Key, Mark], place: str, said: list[str]) -> None:
+    """Take the numbers of rows of ms-swift's `ID#1000`."""
+    given = values.get("dataset")
+    parts = [str(one).partition("#") for one in (given if isinstance(given, list) else [given])]
+    counts = [count for *_, count in parts if count]
+    if counts and len(parts) == 1:
+        values |= {"dataset": parts[0][0], "max_samples": as_number(counts[0]) or counts[0]}
+        marks["max_samples",] = marks["dataset",]
+    elif counts:
+        values["dataset"] = [name for name, *_ in parts]
+        what = "prepare files with so many rows of each; data.max_samples counts those of all"
+        said.append(f"to do: {place}: dataset: {', '.join(counts)} rows: {what}")
 
 
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +26,10 @@ from shardwise.lint.translate import translate
 _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
 _EVALUATES = {"eval_strategy", "evaluation_strategy", "eval_dataset", "**"}  # without them a Trainer does not
+_SHARED = ("fsdp2", '{"engine": "ddp"}')  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
-_MOST_NAMES, _LARGE = 60, 8  # names in a sentence, and keys of a section that are named
+_MOST_NAMES = 60  # in a sentence
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
 
@@ -55,6 +55,9 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    if setup.launched == 1:  # which has nothing to share
+        stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
+    stated.sort(key=lambda one: "DataLoader.batch_size" in one.place)  # whatever DeepSpeed's file says of it
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
@@ -128,10 +131,7 @@ def _names_together(said: Sequence[str]) -> list[str]:
     made = list(said)
     for why in BY_NAME:
         start = f"left out: {why}: "
-        names = [one.removeprefix(start) for one in made if one.startswith(start)]
-        sizes = Counter(one.partition(".")[0] for one in {*names})
-        tops = ((one, one.partition(".")[0]) for one in names)
-        names = sorted({f"{top}.*" if sizes[top] > _LARGE else one for one, top in tops})
+        names = sorted({one.removeprefix(start) for one in made if one.startswith(start)})
         more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
         made = [one for one in made if not one.startswith(start)]
         made += [f"{start}{', '.join(names[:_MOST_NAMES])}{more}"] if names else []
@@ -182,7 +182,8 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
-    own = {key: json.dumps(value).replace('"', "") for key, value in rest.items() if value is not None}
+    rest = {key: value for key, value in rest.items() if value is not None and key not in ("name", "output")}
+    own = {key: json.dumps(value).replace('"', "") for key, value in rest.items()}
     if job.values["data"].get("eval_fraction") == 0:
         own.pop("train.eval_every", None)  # there is nothing to evaluate on
     if job.values["data"].get("format") == "text":

@@ -88,5 +88,6 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     if "micro" in parts and rows % micro == 0:
         made.append(f"train.micro_batch={micro}")
     if not parts.keys() & {"gpus", "total"}:
-        said.append(f"to do: train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many")
+        what = f"train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many"
+        said.append(f"to do: {what}: write it where there are several")
     return made

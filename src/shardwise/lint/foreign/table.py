@@ -37,9 +37,9 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         if len(value) > 1 and key == "report_to":
             return [f"tracking=[{', '.join(map(str, value))}]"]
         value = value[0] if len(value) == 1 else value
-    number, text = _number(value), _text(value)
-    if isinstance(rule, Mapping) and text.strip('"') in rule:
-        return list(rule[text.strip('"')])
+    number, word = _number(value), _text(value).strip('"')
+    if isinstance(rule, Mapping) and word in rule:
+        return list(rule[word])
     if value == AUTO and key in TABLE["auto"]:
         return str(TABLE["auto"][key])
     if value in (AUTO, None) or OPEN.search(str(value)) or key in TABLE["strategy"]["keys"]:
@@ -53,7 +53,7 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     if key == "warmup_ratio" and number:
         return WRITE_STEPS
-    return _reason(key, text.strip('"'))
+    return reason(key, word)
 
 
 def lacks_number(key: str, value: Any) -> bool:
@@ -79,6 +79,8 @@ def _text(value: Any) -> str:
 def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
+    if rule == "model.lora.targets" and value in ("ALL", "DEFAULT"):  # ms-swift 2's words
+        return [f"{rule}=all-linear"] if value == "ALL" else reason(key, value)
     if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
         return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
@@ -101,7 +103,7 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     return [f"{rule}={text}"]
 
 
-def _reason(key: str, text: str) -> str:
+def reason(key: str, text: str) -> str:
     """Why a key is left out."""
     beginnings = [one for one in TABLE["reasons"] if f"{key}={text}".startswith(one)]
     if beginnings:
