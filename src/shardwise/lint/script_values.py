@@ -310,11 +310,9 @@ class Values:
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
-        if self._inputs.imported and not self._uses_of(function) and not made:
+        if self._inputs.imported and not self._uses_of(function) and not made:  # another file calls it
             other = self._inputs.elsewhere.get(arg.arg) if self._inputs.commanded else None
-            named = self._inputs.flag([arg.arg]) or other  # another file calls it, with the flag of that name
-            self._arguments[arg] = [named] if named else []
-            return self._arguments[arg]
+            found = [one for one in (self._inputs.flag([arg.arg]) or other,) if one]
         for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):

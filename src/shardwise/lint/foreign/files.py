@@ -28,6 +28,7 @@ _ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
+_ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
@@ -46,7 +47,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         said += _own_trainers(one, texts)
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
-    given_ = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
@@ -54,7 +55,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {_ARGUED}")
-            inputs = _inputs(one, settings, given_, documents)
+            inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]
             for part in settings:
@@ -263,9 +264,6 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
         if one.has(name) and one.get(name) is None:
             place = f"{one.name}:{one.line((name,))}"
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
-
-
-_ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
 
 
 def _take_flags(script: Document, read_: Settings) -> None:

@@ -17,7 +17,6 @@ from shardwise.lint.foreign import resolve
 from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.statements import statements, unsaid
-from shardwise.lint.foreign.strategies import folded
 from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
 from shardwise.lint.setup import Setup, of_script
@@ -51,7 +50,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     stated = [resolve.of_a_file(one) for one in in_order]
     strategy = stated[-1].value if stated else ""
     for document in documents:
-        stated += folded([*statements(document, setup, strategy, said)], setup, said)
+        stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
@@ -85,9 +84,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     assumed = defaults(keys | given | open_.keys(), documents, model, said)
     said += resolve.conflicts(stated)
     said += to_do
-    parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
-    batch = {name[6:]: int(value) for name, _, value in parts}
-    batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
+    parts = [*(one.split("=") for one in assumed), *((one.key, one.value) for one in stated)]
+    batch = {name[6:]: int(value) for name, value in parts if name.startswith("batch.")}
     if swift and not {"accumulation", "total"} & batch.keys() and "batch.accumulation" not in open_:
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
@@ -132,9 +130,8 @@ def _names_together(said: Sequence[str]) -> list[str]:
     for why in BY_NAME:
         start = f"left out: {why}: "
         names = sorted({one.removeprefix(start) for one in made if one.startswith(start)})
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        made = [one for one in made if not one.startswith(start)]
-        made += [f"{start}{', '.join(names[:_MOST_NAMES])}{more}"] if names else []
+        shown_ = [*names[:_MOST_NAMES], *["..."] * (len(names) > _MOST_NAMES)]
+        made = [one for one in made if not one.startswith(start)] + [start + ", ".join(shown_)] * bool(names)
     return made
 
 
@@ -182,8 +179,8 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
-    rest = {key: value for key, value in rest.items() if value is not None and key not in ("name", "output")}
-    own = {key: json.dumps(value).replace('"', "") for key, value in rest.items()}
+    words = ("name", "output")  # which sentences have, too
+    own = {k: json.dumps(v).replace('"', "") for k, v in rest.items() if v is not None and k not in words}
     if job.values["data"].get("eval_fraction") == 0:
         own.pop("train.eval_every", None)  # there is nothing to evaluate on
     if job.values["data"].get("format") == "text":
@@ -205,9 +202,8 @@ def _until_written(said: list[str], own: dict[str, str]) -> set[str]:
     asked = set[str]()
     for place, sentence in enumerate(said):
         kind, _, rest = sentence.partition(": ")
-        named = [key for key in own if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", rest)]
-        if kind not in ("to do", "changed"):
-            continue
+        asks = own if kind in ("to do", "changed") else ()
+        named = [key for key in asks if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", rest)]
         asked |= {*named}
         keys = [key for key in named if kind == "changed" or "write " in rest or rest.startswith(key)]
         texts = [own[key] if len(keys) == 1 or " " in own[key] else f"{key} {own[key]}" for key in keys]

@@ -87,7 +87,9 @@ def _left_out(document: Document, why: str, keys: Sequence[str]) -> list[str]:
     if why == BY_NAME[0] or why.startswith("shardwise "):
         start = f"left out: {BY_NAME[why != BY_NAME[0]]}: "
         return [start + key.partition(" (")[0] for key in keys]
-    return [f"{_kind(why)}: {document.name}: {_few(keys)}: {why}"]
+    more = f" and {len(keys) - _MANY} more" if len(keys) > _MANY + 1 else ""
+    shown = ", ".join(keys[:_MANY] if more else keys) + more
+    return [f"{_kind(why)}: {document.name}: {shown}: {why}"]
 
 
 def _kind(why: str) -> str:
@@ -95,25 +97,16 @@ def _kind(why: str) -> str:
     return str(TABLE["kinds"].get(why.partition(" ")[0], "left out"))
 
 
-def _few(keys: Sequence[str]) -> str:
-    """Keys with their lines, and not all of many."""
-    more = f" and {len(keys) - _MANY} more" if len(keys) > _MANY + 1 else ""
-    return ", ".join(keys[:_MANY] if more else keys) + more
-
-
 def _unread(document: Document) -> list[Key]:
-    """Settings of a script whose values its text does not show, and that decide nothing of a job."""
-    if document.syntax != "python" or document.kind != "training":
-        return []
-    places = (one for one in document.marks if is_open(document, one) and _is_setting(one))
-    return [one for one in places if not targets_of(document, one)]
+    """Settings of a script that its text does not show, and that decide nothing of a job.
 
-
-def _is_setting(place: Key) -> bool:
-    """Whether a key is a setting: no model, data or function, and not the call itself."""
-    name = place[-1]
+    No model, data or function is one, nor the call itself.
+    """
     other = {"**", UNDEFINED, *names("calls"), *TABLE["objects"]}
-    return not other & {place[0], name} and not name[:1].isupper()
+    script = document.syntax == "python" and document.kind == "training"
+    places = [one for one in document.marks if script and not other & {one[0], one[-1]}]
+    places = [one for one in places if is_open(document, one) and not one[-1][:1].isupper()]
+    return [one for one in places if not targets_of(document, one)]
 
 
 def _pairs(document: Document) -> list[tuple[str, Any]]:
