@@ -306,6 +306,9 @@ class Values:
         if self._defaults and (flagged := commanded(function)) is not None:
             flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
             value = self._inputs.flag(flags) or value
+            if arg is function.args.kwarg:
+                every = [(name, self._inputs.flag(flags) or one) for name, (flags, _, one) in flagged.items()]
+                value = rest_of([ast.keyword(name, one) for name, one in every if one], function, arg.lineno)
             self._arguments[arg] = [value] if value else []
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
@@ -318,24 +321,17 @@ class Values:
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
                 given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
-                rest = self._options(given.pop(None), arg.arg) if None in given else {}
-                given = given if rest is None else preset | given | rest
+                rest = [preset[arg.arg]] if arg.arg in preset else []
+                rest = self._item(given[None], ast.Constant(arg.arg), rest) if None in given else rest
+                given = {arg.arg: rest[0]} | given if rest else given
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
             if arg is function.args.kwarg and isinstance(call, ast.Call):
-                found.append(rest_of(call, function))
+                found.append(rest_of(call.keywords, function, call.lineno))
                 continue
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]
-
-    def _options(self, rest: ast.expr, name: str) -> dict[Any, ast.expr] | None:
-        """What the `**rest` of a command of click gives an argument; None if it is no command's."""
-        command = next(self.flow.scopes(self.meant(rest)), None)
-        known = commanded(command) if isinstance(command, ast.FunctionDef) else None
-        flags, _, value = (known or {}).get(name, ([], "", None))
-        given = self._inputs.flag(flags) or value
-        return None if known is None else {name: given} if given else {}
 
     def _change(self, node: ast.AST) -> None:
         match node:
