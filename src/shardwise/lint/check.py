@@ -144,8 +144,7 @@ def _job_findings(document: Document, setup: Setup) -> list[Finding]:
 def _open_to_dos(document: Document) -> Iterator[Finding]:
     """A warning for each sentence at the head of a job that `init --from` asks the user for."""
     for comment in _TO_DO.finditer(document.text):
-        text = " ".join(comment[1].replace("\n#", "").split())
-        what = f"open since `shardwise init --from`: {text}"
+        what = "open since `shardwise init --from`: " + " ".join(comment[1].replace("\n#", "").split())
         one = Finding(rule="job-to-do", severity="warning", file=document.name, what=what, fix=_DONE)
         yield replace(one, line=line_at(document.text, comment.start()))
 

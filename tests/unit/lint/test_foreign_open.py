@@ -44,7 +44,7 @@ optimizer = torch.optim.AdamW(m.parameters(), lr=1e-4)
 for batch in loader:
     a.backward(m(**batch).loss)
     if done > args.max_train_steps:
-        break
+        finish()
 """
 RECIPE = """\
 import fire, torch

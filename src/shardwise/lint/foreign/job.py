@@ -72,9 +72,9 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         raise JobError("none of its settings is one of a job", where=", ".join(map(str, files)), fix=fix)
     given = {one.key for one in stated} | lost
     idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
-    places = {place[0] for one in documents for place in one.marks}
     by_trainer = any(of_script(one) == "trainer" for one in documents)
-    idle["data.eval"] = evaluates in _NO_STEPS[1:] or (by_trainer and not places & _EVALUATES)
+    quiet = by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}
+    idle["data.eval"] = quiet or evaluates in _NO_STEPS[1:]
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
@@ -179,18 +179,16 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
-    words = ("name", "output")  # which sentences have, too
-    own = {k: json.dumps(v).replace('"', "") for k, v in rest.items() if v is not None and k not in words}
-    if job.values["data"].get("eval_fraction") == 0:
-        own.pop("train.eval_every", None)  # there is nothing to evaluate on
-    if job.values["data"].get("format") == "text":
-        own.pop("data.loss_on", None)  # all of a text counts
+    data, unused = job.values["data"], {"name", "output"}  # which are words of sentences, too
+    unused |= {"train.eval_every"} if data.get("eval_fraction") == 0 else set()
+    unused |= {"data.loss_on"} if data.get("format") == "text" else set()  # all of it counts
+    own = {k: json.dumps(v).replace('"', "") for k, v in rest.items() if v is not None and k not in unused}
     if "lora" not in job.values["model"]:
         own["model.lora"] = "none"
     if not {"steps", "epochs"} & job.values.get("train", {}).keys():
         own |= {"train.epochs": "one epoch", "train.steps": "one epoch"}
     asked = _until_written(said, own)
-    asked |= {"train.epochs", "train.steps"} if asked & {"train.epochs", "train.steps"} else set()
+    asked |= {"train.epochs"} if "train.steps" in asked else set()
     texts = {key: value if " " in value else f"{key} {value}" for key, value in own.items()}
     unset = [texts[key] for key in TABLE["shown"] if key in texts and key not in asked]
     if unset:
