@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
             "train.py": FLAG.replace("FLAG', action='store_true'", "kl_coef', type=float, default=0") + LOOP,
         },
         {},
-        ("to do: run.sh:1: kl_coef: it changes the loss",),
+        ("to do: run.sh:1: kl_coef 0.2: it changes the loss",),
         (),
     ),
     "what the Trainer adds to the loss": (

@@ -443,6 +443,17 @@ CASES |= {
         (),
         ("changed",),
     ),
+    "a flag of data that the script mixes": (
+        {
+            "run.sh": "python train.py --dataset_mixer_list c/d 1.0\n",
+            "train.py": LOADER.replace('"--max_train_steps"', '"--dataset_mixer_list"').replace(
+                "args.max_train_steps", "args.dataset_mixer_list"
+            ),
+        },
+        {},
+        ("run.sh:1: dataset_mixer_list c/d: not understood; write data.train",),
+        ("no file says it",),
+    ),
     "sharding of one process": (
         {"run.sh": "accelerate launch --num_processes 1 train.py\n", "train.py": FSDP},
         {"strategy": "single"},

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"train.py": f"{HEAD}{PARSER}p.add_argument('--adapter_size')\na = p.parse_args()\nm = adapt(m, a.adapter_size)\n{TRAIN}",
          "run.sh": f"{RUN} --adapter_size 4"},
         {"train.epochs": 2},
-        f"run.sh:1: adapter_size: {UNCLEAR} model.lora",
+        f"run.sh:1: adapter_size 4: {UNCLEAR} model.lora",
     ),
     "a key of a YAML": ({"a.yaml": f"{YAML}my_lora: {{r: 4}}\n"}, {}, f"a.yaml:3: my_lora.r 4: {UNCLEAR} model.lora"),
     "a name of a run": (

@@ -89,8 +89,10 @@ def _settings(document: Document) -> Iterator[Setting]:
                 word = re.escape(name).replace("_", "[-_]")
                 there = re.search(rf"--{word}(?![\w-])[ =]*(\S*)", document.text)
                 if there:
-                    off = there[1].strip("'\"").lower() == "false"
-                    yield name, line_at(document.text, there.start()), False if off else ...
+                    given = there[1].strip("'\"\\")
+                    words = {"": ..., "true": ..., "false": False}
+                    known = ... if given.startswith("-") else words.get(given.lower(), given)
+                    yield name, line_at(document.text, there.start()), known
         return
     with suppress(SyntaxError, ValueError):
         own = "LoraConfig" in document.text  # which is read, or not taken
