@@ -84,7 +84,9 @@ def _model(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     local, pinned = Path(model.source).is_dir(), re.fullmatch(r"[0-9a-f]{40}", model.revision or "")
     # A branch or a tag can change after the user has read its code.
     if model.trust_remote_code and not local and not pinned:
-        what = "model.trust_remote_code runs a repository's code, and model.revision does not pin it"
+        what = (
+            "model.trust_remote_code runs a repository's code, which can change: model.revision is no commit"
+        )
         fix = "set model.revision to the 40-digit commit you have read"
         yield Problem(what=what, where="model.trust_remote_code, model.revision", fix=fix)
     if model.revision is not None and local:

@@ -12,7 +12,7 @@ from tempfile import NamedTemporaryFile
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
-from shardwise.lint.document import Document, Kind, UnreadableError
+from shardwise.lint.document import Document, Kind, UnreadableError, line_at
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
@@ -26,6 +26,8 @@ from shardwise.space.rules import EVERY_RULE
 
 _IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
+_TO_DO = re.compile(r"^# to do: (.*(?:\n#  .*)*)", re.MULTILINE)
+_DONE = "do what it says, and delete this comment"
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
 KINDS |= {"training": "training script or its arguments", "job": "job file"}
@@ -138,7 +140,7 @@ def _once(findings: Sequence[Finding]) -> Iterator[Finding]:
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
-        return _job_findings(document, setup)
+        return [*_job_findings(document, setup), *_open_to_dos(document)]
     mine = (one for one in RULES if one.kind == document.kind)
     held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
     others = [one for one in setup.of("training") if one.name != document.name]
@@ -161,6 +163,14 @@ def _job_findings(document: Document, setup: Setup) -> list[Finding]:
     missing = no_tokenizer(loaded.job.model)
     problems = loaded.located(missing).problems if missing else ()
     return [*(_of_problem(document, "job-tokenizer", problem) for problem in problems), *found]
+
+
+def _open_to_dos(document: Document) -> Iterator[Finding]:
+    """A warning for each sentence at the head of a job that `init --from` asks the user for."""
+    for comment in _TO_DO.finditer(document.text):
+        what = "open since `shardwise init --from`: " + " ".join(comment[1].replace("\n#", "").split())
+        one = Finding(rule="job-to-do", severity="warning", file=document.name, what=what, fix=_DONE)
+        yield replace(one, line=line_at(document.text, comment.start()))
 
 
 def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:

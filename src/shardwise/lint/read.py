@@ -42,7 +42,7 @@ def text_of(path: Path, command: str) -> str:
         raise JobError(f"there is no file {path}", where=where, fix=fix) from None
     except IsADirectoryError:
         held = sorted(one.name for one in path.iterdir() if one.suffix in (*_SHELLS, ".py", ".json", ".yaml"))
-        what = "it is a folder: check reads the files of one training together"
+        what = "it is a folder: the files of one training are read together"
         fix = f"name them: {', '.join(held[:6])}" if held else f"name {WHAT}"
         raise JobError(what, where=str(path), fix=fix) from None
     except OSError as error:
@@ -139,7 +139,7 @@ def referred(document: Document) -> list[str]:
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
-    named = [value for value in values if isinstance(value, str) and value.endswith(".json")]
+    named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell" and document.has("script"):
         named.append(document.get("script"))
     if document.syntax == "shell":

@@ -3,7 +3,9 @@
 import ast
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,29 +39,22 @@ class _NoAliases(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+@dataclass(eq=False)
 class Inputs:
     """`flags`: with `_` in place of `-`. `folder`: where the script is."""
 
-    def __init__(
-        self,
-        flags: Mapping[str, Any] | None = None,
-        environment: Mapping[str, Any] | None = None,
-        folder: Path | None = None,
-        *,
-        commanded: bool = False,
-        alone: bool = False,
-        imported: bool = False,
-        given: Sequence[str] = (),
-        elsewhere: Mapping[str, ast.expr] | None = None,
-    ) -> None:
-        self._flags = dict(flags or {})
-        self._last = {name.rpartition(".")[2]: name for name in self._flags}  # tyro's `--optim.lr`
-        self._environment, self._folder = dict(environment or {}), folder
-        self.commanded = commanded  # whether a command says all flags
-        self._alone = alone  # whether nothing starts other processes
-        self.given = given  # files of settings, one of which the script may read
-        self.elsewhere = dict(elsewhere or {})  # defaults of flags of parsers in other files
-        self.imported = imported  # whether another script is the one that is started
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    _: KW_ONLY
+    commanded: bool = False  # whether a command says all flags
+    alone: bool = False  # whether nothing starts other processes
+    imported: bool = False  # whether another script is the one that is started
+    given: Sequence[str] = ()  # files of settings, one of which the script may read
+    elsewhere: Mapping[str, ast.expr] = field(default_factory=dict)  # flags, fields and constants of others
+
+    def __post_init__(self) -> None:
+        self._last = {name.rpartition(".")[2]: name for name in self.flags}  # tyro's `--optim.lr`
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
         self.defined = set[str]()  # flags of the command that the script has
@@ -70,12 +65,12 @@ class Inputs:
 
     def flag(self, names: Sequence[str]) -> ast.expr | None:
         """The value of the first of these flags that the command has."""
-        name = next((one for one in names if one in self._flags), None)
+        name = next((one for one in names if one in self.flags), None)
         name = name or next((self._last[one] for one in names if one in self._last), None)
         if name is None:
             return None
         self.defined.add(name)
-        value = self._flags[name]
+        value = self.flags[name]
         node = ast.Name(id=value) if isinstance(value, str) and OPEN.search(value) else _expression(value)
         self._nodes[node] = name
         return node
@@ -92,19 +87,19 @@ class Inputs:
                 self.supported = True
                 return True
             case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
-                count = self._environment.get(_WORLD, "")
+                count = self.environment.get(_WORLD, "")
                 return int(count) if count.isdecimal() else UNKNOWN
         return UNKNOWN
 
     def _variable(self, name: Any, default: Any) -> Any:
         if not isinstance(name, str):
             return UNKNOWN
-        started = _OF_LAUNCHER.match(name) and not self._alone
-        if _RANK.match(name) or (started and name not in self._environment):
+        started = _OF_LAUNCHER.match(name) and not self.alone
+        if _RANK.match(name) or (started and name not in self.environment):
             return UNKNOWN  # whatever the default
-        if name in self._environment:
+        if name in self.environment:
             self.taken.add(name)
-        return self._environment.get(name, default)
+        return self.environment.get(name, default)
 
     def use(self, node: ast.AST) -> None:
         """Note that a node's value is used."""
@@ -117,7 +112,7 @@ class Inputs:
         """The mapping in a JSON or YAML file that a call loads; None if it is none, or not there."""
         if call not in self._files:
             self._files[call] = None
-            if self._folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
+            if self.folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
                 name = _file_name(call.args[0], meant, value_of)
                 there = name and next((one for one in self.given if one.endswith(Path(name).name)), "")
                 alone = self.given[0] if len(self.given) == 1 and not name else ""
@@ -127,7 +122,7 @@ class Inputs:
         return self._files[call]
 
     def _load(self, name: str, line: int) -> ast.Dict | None:
-        folder = self._folder or Path()
+        folder = self.folder or Path()
         for path in (Path(name), folder / name):
             try:
                 real, roots = path.resolve(), (Path.cwd(), folder.resolve())
@@ -174,6 +169,8 @@ class Presets:
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
                     for keyword in given:
+                        if getattr(keyword.value, "attr", "") == keyword.arg:
+                            continue  # `Rows(size=args.size)` hands a flag on
                         self._note(keyword.arg or "", keyword.value, 1)
             case ast.ClassDef(body=body):
                 for name, value in fields(node):
@@ -242,23 +239,31 @@ def options(call: ast.Call) -> Option:
     return flags, name.replace("-", "_"), default
 
 
-def options_of(text: str) -> set[str]:
-    """The names of a script's own flags: of parsers, and the fields of classes."""
-    found = set[str]()
+def _declared(text: str) -> Iterator[Option]:
+    """The flags of a script's parsers, and the fields of its classes."""
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Call(func=ast.Attribute(attr="add_argument")):
-                found |= {*options(node)[0]}
+            case ast.Call(func=called) if name_of(called).endswith("add_argument"):
+                yield options(node)
             case ast.ClassDef(body=body):
-                found |= {ast.unparse(one.target) for one in body if isinstance(one, ast.AnnAssign)}
-    return found
+                typed = {ast.unparse(one.target): None for one in body if isinstance(one, ast.AnnAssign)}
+                yield from (
+                    ([name], name, default) for name, default in {**typed, **dict(fields(node))}.items()
+                )
+
+
+def options_of(text: str) -> set[str]:
+    """The names of a script's own flags: of parsers, and the fields of classes."""
+    return {flag for flags, *_ in _declared(text) for flag in flags}
 
 
 def defaults_of(text: str) -> dict[str, ast.expr]:
-    """The defaults of the flags of a script's parsers."""
-    calls = (one for one in ast.walk(ast.parse(text)) if isinstance(one, ast.Call))
-    made = (options(one) for one in calls if name_of(one.func).endswith("add_argument"))
-    return {name: default for _, name, default in made if default is not None}
+    """What a name is in scripts, as a flag, a field or a constant; not where it is several things."""
+    constants = (one for one in ast.parse(text).body if isinstance(one, ast.Assign))
+    found = [(ast.unparse(one.targets[0]), one.value) for one in constants]
+    found += [(name, default) for _, name, default in _declared(text) if default is not None]
+    several = Counter(name for name, _ in {(name, ast.unparse(default)) for name, default in found})
+    return {name: default for name, default in found if several[name] == 1}
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:

@@ -1,6 +1,7 @@
 """Names of a script as the libraries say them, and values by key."""
 
 import ast
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.job.source import Key
@@ -44,14 +45,14 @@ def part_of(node: ast.AST, above: ast.AST | None, by: ast.AST | None) -> ast.exp
     return None
 
 
-def rest_of(call: ast.Call, function: ast.FunctionDef) -> ast.Dict:
-    """What `**rest` of a function gets of a call."""
+def rest_of(given: Sequence[ast.keyword], function: ast.FunctionDef, line: int) -> ast.Dict:
+    """What `**rest` of a function gets of the arguments that a line gives it by name."""
     named = {one.arg for one in (*function.args.args, *function.args.kwonlyargs)}
-    rest = [one for one in call.keywords if one.arg not in named]
+    rest = [one for one in given if one.arg not in named]
     keys: list[ast.expr | None] = [
-        ast.Constant(value=one.arg, lineno=call.lineno) if one.arg else None for one in rest
+        ast.Constant(value=one.arg, lineno=line) if one.arg else None for one in rest
     ]
-    return ast.Dict(keys=keys, values=[one.value for one in rest], lineno=call.lineno)
+    return ast.Dict(keys=keys, values=[one.value for one in rest], lineno=line)
 
 
 def path_of(node: ast.expr) -> Key | None:

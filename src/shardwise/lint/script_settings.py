@@ -33,7 +33,10 @@ _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _PRINTS = re.compile(r"(?i)print|log|warn|error|info|debug")
 _SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
     "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
-    "packed()": re.compile(r"def group_texts|concatenated_examples|np\.memmap\("),
+    "packed()": re.compile(
+        r"def group_texts|concatenated_examples|np\.memmap\(|"
+        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1\[\w*:[^]\n]{0,40}(?:len|size|block|max)"
+    ),
     "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\("),
     "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
     "labels()": re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids"),

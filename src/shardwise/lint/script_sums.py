@@ -71,7 +71,9 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
 
 
 def _first(either: bool, values: list[Any]) -> Any:
-    """What `or` (`either`) or `and` gives."""
+    """What `or` (`either`) or `and` gives; of `and` one that is false is enough, whatever the others are."""
+    if not either and any(one != UNKNOWN and not one for one in values):
+        return False
     for value in values[:-1]:
         if value == UNKNOWN or bool(value) is either:
             return value

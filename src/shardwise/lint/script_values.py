@@ -220,6 +220,8 @@ class Values:
                 found = next(
                     (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
                 )
+                if found and not any(found) and name.isupper() and name in self._inputs.elsewhere:
+                    return [self._inputs.elsewhere[name]]  # `from consts import RATE`
                 several = self._defaults and len(found) > 1
                 known = found if len(found) <= MOST_BOUND else []
                 return [one for one in known if not several or one is None or self.flow.runs(one)]
@@ -304,20 +306,28 @@ class Values:
         if self._defaults and (flagged := commanded(function)) is not None:
             flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
             value = self._inputs.flag(flags) or value
+            if arg is function.args.kwarg:
+                every = [(name, self._inputs.flag(flags) or one) for name, (flags, _, one) in flagged.items()]
+                value = rest_of([ast.keyword(name, one) for name, one in every if one], function, arg.lineno)
             self._arguments[arg] = [value] if value else []
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
+        if self._inputs.imported and not self._uses_of(function) and not made:  # another file calls it
+            other = self._inputs.elsewhere.get(arg.arg) if self._inputs.commanded else None
+            found = [one for one in (self._inputs.flag([arg.arg]) or other,) if one]
         for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
                 own = places[made or isinstance(use, ast.Attribute) :]
                 given = dict(zip(own, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
-                given = given if None in given else preset | given
+                rest = [preset[arg.arg]] if arg.arg in preset else []
+                rest = self._item(given[None], ast.Constant(arg.arg), rest) if None in given else rest
+                given = {arg.arg: rest[0]} | given if rest else given
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
             if arg is function.args.kwarg and isinstance(call, ast.Call):
-                found.append(rest_of(call, function))
+                found.append(rest_of(call.keywords, function, call.lineno))
                 continue
             found.append(given.get(arg.arg))
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]

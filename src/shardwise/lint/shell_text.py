@@ -144,20 +144,22 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             flag = _full(launcher, flag) if before_script else flag
             flags |= set() if before_script else {flag.replace("-", "_")}
             given = [_scalar(value)]
-            while takes and not before_script and isinstance(given[-1], str) and _more(words):
+            while takes and not before_script and isinstance(given[-1], str) and _more(words, flag):
                 given.append(_scalar(words.popleft()[0]))
             yield flag.replace("-", "_"), given if len(given) > 1 else given[0], line
         else:
             if word.endswith((".yaml", ".yml", ".json")) and not before_script:
                 yield "arguments", word, line
-            if before_script and word.endswith(".py"):
-                yield "script", word, line
+            script = word.endswith(".py")
+            if before_script and (script or launcher == "swift"):
+                yield "script" if script else launcher, word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$")
 
 
-def _more(words: deque[tuple[str, int]]) -> bool:
+def _more(words: deque[tuple[str, int]], flag: str) -> bool:
     """Whether the next word is one more value of a flag, such as `--modules q_proj v_proj`."""
-    return bool(words) and re.fullmatch(r"[A-Za-z_][\w-]*", words[0][0]) is not None
+    word = r"(?!-)[\w./#:-]+" if flag.endswith("dataset") else r"[A-Za-z_][\w-]*"
+    return bool(words) and re.fullmatch(word, words[0][0]) is not None
 
 
 def _lost(rows: list[str], count: int, first: int) -> Iterator[tuple[str, str, int]]:

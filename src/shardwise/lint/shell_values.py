@@ -35,6 +35,7 @@ _PIECE = re.compile(
     r"\\.|'[^']*'|\"\$\{\w+\[@\]\}\"|\"|\$(?:\d|[A-Za-z_]\w*)|\$\(\(|\$[({]|`", re.ASCII | re.DOTALL
 )
 _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
+_EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
 _SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
 _OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGnJ])[\s=]*)(?!-)(\S+)")
 _LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks", "J": "job-name"}
@@ -136,7 +137,8 @@ class Variables:
 
     def _value(self, raw: str) -> Value:
         code = re.sub(r"'[^']*'|\"[^\"]*\"", "", raw)
-        if re.search(r"\$\((?!\()|`|\$'", raw) or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
+        printed = re.search(r"\$\((?!\()|`|\$'", _EXPR.sub("", raw))
+        if printed or re.search(r"(?<!\$)\{[^{}]*(?:,|\.\.)", code):
             return None  # what a command prints; `{1,2}`, which may be two words
         if not raw.startswith("("):
             return self.expanded(raw, bare=True)
@@ -177,6 +179,8 @@ class Variables:
         """What `$A`, `${A:-b}` or `$((A + 1))` stands for; None where that is not certain."""
         if use.startswith("$(("):
             return self._sum(use[3:-2])
+        if expr := _EXPR.fullmatch(use):
+            return self._sum(expr[1].replace("\\*", "*"))
         found = _BRACES.fullmatch(use[2:-1] if use.startswith("${") else use[1:])
         if found is None or use.startswith(("$(", "`")):
             return None

@@ -55,7 +55,8 @@ VERBS = {
         "--set", "--memory-cap", "--json",
     },
     "check": {
-        "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--strict", "--json",
+        "--gpus", "--model", "--sequence", "--reader", "--fix", "--run-tiny", "--errors-only", "--strict",
+            "--json",
     },
     "emit": {"--to", "--run", "--gpus", "--preset", "--out", "--set"},
     "report": {"--html", "--json"},

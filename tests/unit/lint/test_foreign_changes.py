@@ -77,7 +77,7 @@ CASES: dict[str, Case] = {
             "train.py": FLAG.replace("FLAG', action='store_true'", "kl_coef', type=float, default=0") + LOOP,
         },
         {},
-        ("to do: run.sh:1: kl_coef: it changes the loss",),
+        ("to do: run.sh:1: kl_coef 0.2: it changes the loss",),
         (),
     ),
     "what the Trainer adds to the loss": (
@@ -275,7 +275,7 @@ CASES: dict[str, Case] = {
         },
         {},
         (
-            "left out: train.py: logging_steps (line 3), logging_dir (line 3), push_to_hub (line 3), ddp_timeout (line 3), disable_tqdm (line 3): shardwise logs",
+            "left out: shardwise does it itself: ddp_timeout, disable_tqdm, logging_dir, logging_steps, push_to_hub",
         ),
         (),
     ),

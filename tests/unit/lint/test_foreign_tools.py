@@ -176,7 +176,10 @@ CASES: dict[str, Case] = {
     "saving comes from shardwise": (
         {"a.yaml": "model_name_or_path: a/b\nsave_strategy: epoch\nval_size: 0.1\noutput_dir: o\n"},
         {"train.save_every": None},
-        ("train.save_every 100, train.keep 2, tracking [tensorboard]", "train.eval_every 50"),
+        (
+            "changed: a.yaml: save_strategy (line 2) `epoch`: train.save_every counts steps; until then 100",
+            "train.eval_every 50, train.keep 2, tracking [tensorboard]",
+        ),
         (),
     ),
     "Accelerate fills in the clipping of DeepSpeed": (
@@ -391,7 +394,7 @@ def test_an_empty_file_s_fix_is_not_another_command(tmp_path: Path, monkeypatch:
 def test_comments_of_the_job_are_no_longer_than_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unknown = "".join(f"a_very_long_unknown_name_{place}: 1\n" for place in range(9))
+    unknown = "".join(f"a_very_long_unknown_name_{place}: 1\n" for place in range(12))
     text, said = made_of({"a.yaml": f"model_name_or_path: a/b\n{unknown}"}, tmp_path, monkeypatch)
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert max(map(len, said)) > 300 > 110 >= max(map(len, comments))

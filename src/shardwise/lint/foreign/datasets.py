@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.job import paths
-from shardwise.lint.document import Document
+from shardwise.job.source import Key
+from shardwise.lint.document import Document, Mark
 from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.read import found
+from shardwise.lint.schema import as_number
 
 _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
@@ -22,14 +24,16 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     own = {key: f"{tool}.{key}" for key in TABLE["others"].get(tool, ())}  # words that others mean otherwise
     values = {own.get(key, key): value for key, value in document.values.items()}
     marks = {(tool, *key) if key[0] in own else key: mark for key, mark in document.marks.items()}
-    document = replace(document, marks=marks)
+    if swift:
+        _take_counts(values, marks, f"{document.name}:{document.line(('dataset',))}", said)
     for name in ("datasets", "test_datasets"):
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
+    document = replace(document, marks=marks)
     if values.get("stage") == "pt":
         values.pop("template", None)  # it is for conversations
-    if not values.keys() & _FACTORY:
+    if swift or not values.keys() & _FACTORY:
         return [replace(document, values=values)]
     held = list[Document]()
     for name in (one for one in ("dataset", "eval_dataset") if values.get(one) is not None):
@@ -43,6 +47,20 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
             values[name] = files if len(files) > 1 else files[0]
         held += info.settings(names)
     return [replace(document, values=values), *held]
+
+
+def _take_counts(values: dict[str, Any], marks: dict[Key, Mark], place: str, said: list[str]) -> None:
+    """Take the numbers of rows of ms-swift's `ID#1000`."""
+    given = values.get("dataset")
+    parts = [str(one).partition("#") for one in (given if isinstance(given, list) else [given])]
+    counts = [count for *_, count in parts if count]
+    if counts and len(parts) == 1:
+        values |= {"dataset": parts[0][0], "max_samples": as_number(counts[0]) or counts[0]}
+        marks["max_samples",] = marks["dataset",]
+    elif counts:
+        values["dataset"] = [name for name, *_ in parts]
+        what = "prepare files with so many rows of each; data.max_samples counts those of all"
+        said.append(f"to do: {place}: dataset: {', '.join(counts)} rows: {what}")
 
 
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             if tool in row["of"] and not given & {*row["unless"]} and given.issuperset(row.get("where", ())):
                 own += [change for change in row["job"] if change.partition("=")[0] not in made]
                 said += [row["say"]] if "say" in row else []
-        if tool in ("peft", "trl_peft") and _TARGETS not in given and model:
+        if tool in ("peft", "trl_peft") and _TARGETS not in given | made.keys() and model:
             by_name = TABLE["peft_targets"].items()
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
             own.append(f"{_TARGETS}=[{modules}]")

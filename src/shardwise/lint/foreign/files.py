@@ -11,11 +11,11 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import TABLE, targets
+from shardwise.lint.foreign.table import NO_KEY, TABLE, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
-from shardwise.lint.schema import names
+from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.setup import launched_processes
@@ -28,6 +28,8 @@ _ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
+_ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
+_OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
@@ -38,14 +40,14 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     if more := [path for one in documents for path in _filled(one, documents, said)]:
         documents, broken = load([*files, *more], other="training")
     for wrong in broken:
-        raise JobError(wrong.what, where=wrong.where, fix=wrong.fix)
+        raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
     texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
         _refuse(one, texts)
         said += _own_trainers(one, texts)
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
-    commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
@@ -53,7 +55,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {_ARGUED}")
-            inputs = _inputs(one, settings, commands, documents)
+            inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]
             for part in settings:
@@ -173,7 +175,7 @@ def _inputs(
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
     given = [] if settings else [str(Path(one).resolve()) for one in files]
-    others = [one.text for one in all_ if one.syntax == "python" and one is not script]
+    others = "\n".join(one.text for one in all_ if one.syntax == "python" and one is not script)
     return Inputs(
         flags,
         environment,
@@ -182,7 +184,7 @@ def _inputs(
         alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
-        elsewhere={name: one for text in others for name, one in defaults_of(text).items()},
+        elsewhere=defaults_of(others),
     )
 
 
@@ -211,13 +213,15 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     """The command without the flags that the script's settings have taken, or that only the script knows."""
     unread = [place for place in script.marks if is_open(script, place)]
     open_ = {target for place in unread for target in targets_of(script, place)}
-    own = list[str]()
     stated = {target for place in script.marks for target in targets_of(script, place)}
     unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
     # a field of the Trainer's arguments that the script only reads decides what it always does, and an
     # adapter's rank is one wherever the script hands it on
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
+    kept |= {one for one in unused if f"{one}={command.get(one)}" in TABLE["notes"]}
+    plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
+    kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
     gone = inputs.taken - kept - {"use_peft"}  # which decides whether the adapters' defaults hold
     for flag in sorted(inputs.defined - inputs.taken):
@@ -227,9 +231,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
         if decided & open_ or flag not in TABLE["keys"]:
             gone.add(flag)
         if not decided & open_ and flag not in TABLE["keys"] and flag not in TABLE["strategy"]["keys"]:
-            own.append(f"{flag} (line {command.line((flag,))})")
-    if own:
-        said.append(f"left out: {command.name}: {', '.join(own)}: flags of {script.name}, for no key")
+            said.append(f"left out: {NO_KEY}: {flag}")
     gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
@@ -264,8 +266,8 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
-def _take_length(script: Document, read_: Settings) -> None:
-    """Of a flag that some function of the script cuts its rows by; QLoRA's scripts cut the answers apart."""
+def _take_flags(script: Document, read_: Settings) -> None:
+    """Flags that some function of the script counts or cuts by; QLoRA's scripts cut the answers apart."""
     values, marks, presets = read_.values, read_.marks, read_.known.presets
     halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
     if all(halves):
@@ -273,9 +275,12 @@ def _take_length(script: Document, read_: Settings) -> None:
         values["tokenizer"] = {k: v for k, v in (values.get("tokenizer") or {}).items() if k != "max_length"}
         marks["max_length",] = Mark(line=halves[0][0].lineno)
         values |= {"max_length": sum(numbers)} if all(isinstance(one, int) for one in numbers) else {}
-    if any("data.sequence_length" in targets_of(script, place) for place in marks):
-        return
-    for name in (name for name, rule in TABLE["keys"].items() if rule == "data.sequence_length"):
+    cut = values.get("tokenizer") or {}
+    if isinstance(cut.get("max_length"), int) and _ONE_LESS.search(script.text):
+        cut["max_length"] -= 1
+    stated = {target for place in marks for target in targets_of(script, place)}
+    open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
+    for name in (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_):
         for given in (shown := presets.of(name))[:1]:
             marks[name,] = Mark(line=given.lineno)
             number = read_.known.value(given)
@@ -292,7 +297,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    _take_length(script, read_)
+    _take_flags(script, read_)
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
     known = {one.name for one in inputs.loaded}

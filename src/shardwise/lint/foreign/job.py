@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -16,16 +17,18 @@ from shardwise.lint.foreign import resolve
 from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.statements import statements, unsaid
-from shardwise.lint.foreign.strategies import folded
 from shardwise.lint.foreign.suspects import suspects
-from shardwise.lint.foreign.table import STEPS, TABLE, leaves, run_name
-from shardwise.lint.setup import Setup
+from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
+from shardwise.lint.setup import Setup, of_script
 from shardwise.lint.translate import translate
 
 _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
+_EVALUATES = {"eval_strategy", "evaluation_strategy", "eval_dataset", "**"}  # without them a Trainer does not
+_SHARED = ("fsdp2", '{"engine": "ddp"}')  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
+_MOST_NAMES = 60  # in a sentence
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
 
@@ -47,10 +50,13 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     stated = [resolve.of_a_file(one) for one in in_order]
     strategy = stated[-1].value if stated else ""
     for document in documents:
-        stated += folded([*statements(document, setup, strategy, said)], setup, said)
+        stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    if setup.launched == 1:  # which has nothing to share
+        stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
+    stated.sort(key=lambda one: "DataLoader.batch_size" in one.place)  # whatever DeepSpeed's file says of it
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
@@ -66,19 +72,21 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         raise JobError("none of its settings is one of a job", where=", ".join(map(str, files)), fix=fix)
     given = {one.key for one in stated} | lost
     idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
-    idle["data.eval"] = evaluates in _NO_STEPS[1:]
+    by_trainer = any(of_script(one) == "trainer" for one in documents)
+    quiet = by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}
+    idle["data.eval"] = quiet or evaluates in _NO_STEPS[1:]
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
     open_ |= suspects(documents, given | open_.keys(), said)
-    keys = {key for one in documents for key, value in leaves(one.values) if value is not None}
+    plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
+    keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
     assumed = defaults(keys | given | open_.keys(), documents, model, said)
     said += resolve.conflicts(stated)
     said += to_do
-    parts = [one.partition("=") for one in assumed if one.startswith("batch.")]
-    batch = {name[6:]: int(value) for name, _, value in parts}
-    batch |= {one.key[6:]: int(one.value) for one in stated if one.key.startswith("batch.")}
-    if swift and not {"accumulation", "total"} & batch.keys():
+    parts = [*(one.split("=") for one in assumed), *((one.key, one.value) for one in stated)]
+    batch = {name[6:]: int(value) for name, value in parts if name.startswith("batch.")}
+    if swift and not {"accumulation", "total"} & batch.keys() and "batch.accumulation" not in open_:
         batch["total"] = resolve.swift_rows(batch, said)
     rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
@@ -87,7 +95,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
     _complete(job, said, open_.keys())
-    said[:] = sorted((one.replace(STEPS, _steps(job)) for one in said), key=_weight)
+    said[:] = sorted((one.replace(STEPS, _steps(job)) for one in _names_together(said)), key=_weight)
     return _text(job, files, folder, said), said
 
 
@@ -114,6 +122,17 @@ def _weight(sentence: str) -> int:
     """The order in which a user reads: what is to do first, what is left out last."""
     kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
     return next(place for place, kind in enumerate(kinds) if sentence.startswith(kind))
+
+
+def _names_together(said: Sequence[str]) -> list[str]:
+    """The sentences, with one for all keys that are left out for the same reason, as the last ones."""
+    made = list(said)
+    for why in BY_NAME:
+        start = f"left out: {why}: "
+        names = sorted({one.removeprefix(start) for one in made if one.startswith(start)})
+        shown_ = [*names[:_MOST_NAMES], *["..."] * (len(names) > _MOST_NAMES)]
+        made = [one for one in made if not one.startswith(start)] + [start + ", ".join(shown_)] * bool(names)
+    return made
 
 
 def _rank(document: Document, setup: Setup) -> tuple[bool, int]:
@@ -160,14 +179,34 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
-    if job.values["data"].get("eval_fraction") == 0:
-        rest.pop("train.eval_every", None)  # there is nothing to evaluate on
-    texts = [f"{key} {json.dumps(value)}" for key, value in rest.items() if key in TABLE["shown"]]
-    unset = [one.replace('"', "") for one in texts]
+    data, unused = job.values["data"], {"name", "output"}  # which are words of sentences, too
+    unused |= {"train.eval_every"} if data.get("eval_fraction") == 0 else set()
+    unused |= {"data.loss_on"} if data.get("format") == "text" else set()  # all of it counts
+    own = {k: json.dumps(v).replace('"', "") for k, v in rest.items() if v is not None and k not in unused}
+    if "lora" not in job.values["model"]:
+        own["model.lora"] = "none"
     if not {"steps", "epochs"} & job.values.get("train", {}).keys():
-        unset.append("one epoch")
+        own |= {"train.epochs": "one epoch", "train.steps": "one epoch"}
+    asked = _until_written(said, own)
+    asked |= {"train.epochs"} if "train.steps" in asked else set()
+    texts = {key: value if " " in value else f"{key} {value}" for key, value in own.items()}
+    unset = [texts[key] for key in TABLE["shown"] if key in texts and key not in asked]
     if unset:
         said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+
+
+def _until_written(said: list[str], own: dict[str, str]) -> set[str]:
+    """Add to each sentence that asks for keys what they are until then; return these keys."""
+    asked = set[str]()
+    for place, sentence in enumerate(said):
+        kind, _, rest = sentence.partition(": ")
+        asks = own if kind in ("to do", "changed") else ()
+        named = [key for key in asks if re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", rest)]
+        asked |= {*named}
+        keys = [key for key in named if kind == "changed" or "write " in rest or rest.startswith(key)]
+        texts = [own[key] if len(keys) == 1 or " " in own[key] else f"{key} {own[key]}" for key in keys]
+        said[place] += f"; until then {', '.join(dict.fromkeys(texts))}" if keys else ""
+    return asked
 
 
 def _steps(job: source.Document) -> str:

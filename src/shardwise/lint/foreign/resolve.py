@@ -1,16 +1,25 @@
-"""One value for each key of the job: which of several statements counts, and what is said of the others."""
+"""One value for each key of the job: which of several statements counts, and what is said of the others.
+
+Of the strategy, calls, flags and words give parts, which are put together.
+"""
 
 import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from shardwise.job.schema import BUCKET
+import yaml
+
+from shardwise.job.schema import BUCKET, Train
+from shardwise.job.strategies import NAMED
 from shardwise.lint.foreign.statements import Statement
+from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
 
 BATCH = "train.micro_batch, train.global_batch"
+_OF_FILES = ("strategy.nvme_path", "strategy.bucket")  # which belong to the strategy of a DeepSpeed file
 _TOGETHER = ("name", "model.lora.variants")  # `output_dir` and `run_name`; DoRA and rsLoRA
 
 
@@ -76,9 +85,11 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     micro, times = parts.get("micro", 1), parts.get("accumulation", 1)
     rows = parts.get("total", parts.get("nodes", 1) * parts.get("gpus", 1) * micro * times)
     if "total" not in parts and unsaid:
-        known = ", ".join(f"{name} {count}" for name, count in parts.items() if name != "micro")
-        said += [f"left out: {known}: a factor of the batch is not known"] if known else []
-        return [f"train.micro_batch={micro}"] if "micro" in parts else []
+        known = ", ".join(f"{name} {count}" for name, count in parts.items())
+        what = f"of a step's rows the files say {known}, and another factor could not be read"
+        said.append(f"to do: {what}; write {BATCH}")
+        more = [f"train.global_batch={rows}"] * (Train().global_batch % micro > 0)  # a default loses
+        return [f"train.micro_batch={micro}", *more] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:
         said.append(f"to do: no file says how many rows a GPU takes at a time; write {BATCH}")
         return []
@@ -86,5 +97,55 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     if "micro" in parts and rows % micro == 0:
         made.append(f"train.micro_batch={micro}")
     if not parts.keys() & {"gpus", "total"}:
-        said.append(f"to do: train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many")
+        what = f"train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many"
+        said.append(f"to do: {what}: write it where there are several")
     return made
+
+
+def folded(stated: Sequence[Statement], setup: Setup, said: list[str]) -> list[Statement]:
+    """The statements of one document, with its strategy, which calls and flags give part by part, as one."""
+    parts = [one for one in stated if one.key.partition(".")[0] == "strategy" and one.value]
+    if not any(one.key in ("strategy", "strategy.engine") for one in parts):
+        own = [one for one in parts if not one.key.startswith(_OF_FILES)]
+        said += [f"left out: {one.place}: nothing says which strategy it belongs to" for one in own]
+        return [one for one in stated if one not in own]
+    names = ("nproc_per_node", "devices", "num_gpus")
+    counts = (one.number(name) for one in setup.documents for name in names)
+    gpus = next((int(count) for count in counts if count), None)
+    return [*(one for one in stated if one not in parts), _strategy(parts, said, gpus)]
+
+
+def _strategy(parts: Sequence[Statement], said: list[str], gpus: int | None) -> Statement:
+    """One statement for the parts, of which the last of each counts. `gpus`: of a node, if that is known."""
+    made = dict[str, Any]()
+    engine = parts[0]
+    for one in parts:
+        name = one.key.partition(".")[2]
+        if not name:
+            made = dict(NAMED[one.value])
+            engine = one
+        elif name == "engine" and made.get("engine", one.value) != one.value:
+            if _call(engine) != _call(one):
+                said.append(f"conflict: {one.place} is used, not {engine.place}")
+            made, engine = {"engine": one.value}, one
+        else:
+            engine = one if name == "engine" else engine
+            made[name] = yaml.safe_load(one.value)
+    if made.get("engine") != "fsdp2":
+        made.pop("reshard", None)
+    if made.get("shard_group") == "node":
+        made["shard_group"] = gpus
+        if gpus is None:
+            del made["shard_group"]
+            said.append(f"to do: {engine.place}: write strategy.shard_group: the GPUs of a node")
+    if made.get("engine") == "ddp":
+        made = {"engine": "ddp"}
+    places = dict.fromkeys(one.place.partition(" (")[0] for one in parts)
+    name = next((name for name, words in NAMED.items() if words == made), "")
+    shown = name or ", ".join(f"{key} {value}" for key, value in made.items())
+    return Statement("strategy", name or json.dumps(made), f"{', '.join(places)} ({shown})", True)
+
+
+def _call(one: Statement) -> str:
+    """The call or key that says it."""
+    return one.place.partition(": ")[2].partition("(")[0].partition(".")[0].strip()

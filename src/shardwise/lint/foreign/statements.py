@@ -3,6 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 from shardwise.errors import JobError
@@ -10,16 +11,17 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import TABLE, WRITE_STEPS, lacks_number, leaves, meaning
+from shardwise.lint.foreign.table import BY_NAME, TABLE, WRITE_STEPS, lacks_number, leaves, meaning, reason
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
-_RUN = "the text does not show its value, and a job file has no such key"
 _MANY = 8  # keys that are named
+_LONGEST = 60  # characters of a value that are shown
 _QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
+_ALPACA = "Below is an instruction that describes a task"
 _SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
 
 
@@ -47,7 +49,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         near = source.nearest(place, wrong)
         if document.syntax != "python" and lacks_number(key, value):
             raise JobError(f"{value!r} is no number", where=at, fix="write a number there")
-        meant = _unknown(near) if near else meaning(key, value, steps)
+        own = "alpaca " if key.startswith("text by") and _ALPACA in document.text else ""
+        meant = _unknown(near) if near else meaning(own + key, value, steps)
         notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys()
         said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
@@ -59,7 +62,9 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             else:
                 asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
                 shown = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
-                left_out[meant].append(shown + f" `{value}`" * asks)
+                left_out[meant].append(
+                    shown + f" `{shorten(str(value), _LONGEST, placeholder='...')}`" * asks
+                )
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue
@@ -67,13 +72,24 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             name, _, text = change.partition("=")
             yield Statement(name, text, f"{at} {f'({change})' if word else text}", word)
     for place in _unread(document):
-        why = TABLE["reasons"].get(".".join(place), "")
-        why = why if _kind(why) == "to do" else _RUN
-        left_out[why].append(f"{'.'.join(place)} (line {document.line(place)})")
+        why = reason(".".join(place), "")
+        left_out[why if _kind(why) == "to do" else BY_NAME[0]].append(
+            f"{'.'.join(place)} (line {document.line(place)})"
+        )
     if document.has(OPEN):
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
-    said += [f"{_kind(why)}: {document.name}: {_few(keys)}: {why}" for why, keys in left_out.items()]
+    said += [text for why, keys in left_out.items() for text in _left_out(document, why, keys)]
+
+
+def _left_out(document: Document, why: str, keys: Sequence[str]) -> list[str]:
+    """The sentence for keys of one reason, or one for each of them where its name says enough."""
+    if why == BY_NAME[0] or why.startswith("shardwise "):
+        start = f"left out: {BY_NAME[why != BY_NAME[0]]}: "
+        return [start + key.partition(" (")[0] for key in keys]
+    more = f" and {len(keys) - _MANY} more" if len(keys) > _MANY + 1 else ""
+    shown = ", ".join(keys[:_MANY] if more else keys) + more
+    return [f"{_kind(why)}: {document.name}: {shown}: {why}"]
 
 
 def _kind(why: str) -> str:
@@ -81,36 +97,24 @@ def _kind(why: str) -> str:
     return str(TABLE["kinds"].get(why.partition(" ")[0], "left out"))
 
 
-def _few(keys: Sequence[str]) -> str:
-    """Keys with their lines; one for many of a section, and not all of many."""
-    sections, shown = defaultdict[str, list[str]](list), list[str]()
-    for key in keys:
-        sections[key.partition(".")[0]].append(key)
-    for section, held in sections.items():
-        one = f"{section}.* ({len(held)} keys, from {held[0].partition(' (')[2].partition(')')[0]})"
-        shown += held if len(held) <= _MANY else [one]
-    more = f" and {len(shown) - _MANY} more" if len(shown) > _MANY + 1 else ""
-    return ", ".join(shown[:_MANY] if more else shown) + more
-
-
 def _unread(document: Document) -> list[Key]:
-    """Settings of a script whose values its text does not show, and that decide nothing of a job."""
-    if document.syntax != "python" or document.kind != "training":
-        return []
-    places = (one for one in document.marks if is_open(document, one) and _is_setting(one))
-    return [one for one in places if not targets_of(document, one)]
+    """Settings of a script that its text does not show, and that decide nothing of a job.
 
-
-def _is_setting(place: Key) -> bool:
-    """Whether a key is a setting: no model, data or function, and not the call itself."""
-    name = place[-1]
+    No model, data or function is one, nor the call itself.
+    """
     other = {"**", UNDEFINED, *names("calls"), *TABLE["objects"]}
-    return not other & {place[0], name} and not name[:1].isupper()
+    script = document.syntax == "python" and document.kind == "training"
+    places = [one for one in document.marks if script and not other & {one[0], one[-1]}]
+    places = [one for one in places if is_open(document, one) and not one[-1][:1].isupper()]
+    return [one for one in places if not targets_of(document, one)]
 
 
 def _pairs(document: Document) -> list[tuple[str, Any]]:
     """The document's keys with their values; bf16 last, which wins over fp16."""
     values: dict[str, Any] = {key: value for key, value in document.values.items() if key != UNDEFINED}
+    if document.syntax == "shell" and "deepspeed_config_file" in values:  # which decides in their place
+        for flag in {"use_deepspeed", *names("in_the_deepspeed_file")} - document.flags:
+            values.pop(flag, None)
     words = values.get("fsdp")
     if isinstance(words, str | list):  # `full_shard auto_wrap offload`, and as a list Axolotl's
         words = words.replace(",", " ").split() if isinstance(words, str) else words
@@ -125,11 +129,19 @@ def _unknown(key: Key) -> str:
     return "DeepSpeed has no such key" + (f"; did you mean {near}?" if near else "")
 
 
+def _first_value(document: Document, place: Key) -> str:
+    """` (EPOCHS = 3)` where a script's line names a constant that another line may change."""
+    row = document.text.splitlines()[document.line(place) - 1] if document.syntax == "python" else ""
+    name = re.search(r"=\s*([A-Z][A-Z_]+)\b", row)
+    found = name and re.search(rf"^{name[1]} = [\w.+/* -]+?(?=\s*(#|$))", document.text, re.MULTILINE)
+    return f" ({found[0]})" if found else ""
+
+
 def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
     """Keys of the job whose values in a file only a run knows, and where; of two, one is enough."""
     found = dict[str, str]()
-    shown = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
-    known = {TABLE["same"].get(key, key) for key in shown}
+    given_ = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
+    known = {TABLE["same"].get(key, key) for key in given_}
     quantized = any(_QUANTIZES.search(one.text) for one in documents)
     for document in documents:
         for place in document.marks:
@@ -138,7 +150,8 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
                 continue  # of two files, one is enough
             if place == ("lr_scheduler_type",) and "optimizer.schedule" in given:
                 continue  # whose other targets are those of a constant rate
-            where = f"{document.name}:{document.line(place)}: {'.'.join(place)}"
+            shown = ".".join(place) + _first_value(document, place)
+            where = f"{document.name}:{document.line(place)}: {shown}"
             unneeded = _SELDOM | ({"model.quantization"} if place[0] == "**" and not quantized else set())
             for key in sorted(targets_of(document, place) - unneeded):
                 part = key == "strategy" and len(place) > 1  # of one that other arguments give in part

@@ -46,6 +46,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
             continue
         named = [one for one in settings if _is_of(key, one[1], one[3])]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
+        if key == _OWN_LOSS:  # and what a script computes of losses to show them
+            given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
         by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
         given = by_name or given
         switched = any(value in (True, ...) for *_, value in given)
@@ -64,7 +66,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
 
 def _is_of(key: str, name: str, value: Any) -> bool:
     """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
-    if isinstance(value, str) if key == _HELD_OUT else key != _OWN_LOSS and _OTHER.search(name):
+    own_word = key in (_OWN_LOSS, "train.save_every")
+    if isinstance(value, str) if key == _HELD_OUT else not own_word and _OTHER.search(name):
         return False  # the name of a split; what names another thing
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
     return bool(_CONCEPTS[key].search(name) or in_value)
@@ -86,8 +89,10 @@ def _settings(document: Document) -> Iterator[Setting]:
                 word = re.escape(name).replace("_", "[-_]")
                 there = re.search(rf"--{word}(?![\w-])[ =]*(\S*)", document.text)
                 if there:
-                    off = there[1].strip("'\"").lower() == "false"
-                    yield name, line_at(document.text, there.start()), False if off else ...
+                    given = there[1].strip("'\"\\")
+                    words = {"": ..., "true": ..., "false": False}
+                    known = ... if given.startswith("-") else words.get(given.lower(), given)
+                    yield name, line_at(document.text, there.start()), known
         return
     with suppress(SyntaxError, ValueError):
         own = "LoraConfig" in document.text  # which is read, or not taken
@@ -101,7 +106,9 @@ def _of(node: ast.AST) -> Iterator[Setting]:
             _, name, default = options(node)
             yield name, node.lineno, _constant(default)
         case ast.Call(func=called) if name_of(called).endswith("get_peft_model"):
-            yield "get_peft_model", node.lineno, ...
+            yield "get_peft_model", node.lineno, "is called"
+        case ast.Call(func=called, keywords=given) if name_of(called).endswith("partial"):
+            yield from ((one.arg, one.value.lineno, _constant(one.value)) for one in given if one.arg)
         case ast.ClassDef():
             for name, default in fields(node):
                 yield name, node.lineno, _constant(default)

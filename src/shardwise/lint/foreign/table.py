@@ -20,6 +20,9 @@ TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key 
 STEPS = "all steps"  # job.py says how many they are
 WRITE_STEPS = f"write optimizer.warmup_steps, this share of {STEPS}; unset means 3 %"
 
+NO_KEY = "a job has no such key"
+BY_NAME = (NO_KEY, "shardwise does it itself")  # reasons that need no more than the names of the keys
+
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
 _PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
 _WORD = re.compile(r"(?!(auto|none|inf|all|gpu)$)[A-Za-z ]+")  # but those that a tool takes for a number
@@ -34,9 +37,9 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         if len(value) > 1 and key == "report_to":
             return [f"tracking=[{', '.join(map(str, value))}]"]
         value = value[0] if len(value) == 1 else value
-    number, text = _number(value), _text(value)
-    if isinstance(rule, Mapping) and text.strip('"') in rule:
-        return list(rule[text.strip('"')])
+    number, word = _number(value), _text(value).strip('"')
+    if isinstance(rule, Mapping) and word in rule:
+        return list(rule[word])
     if value == AUTO and key in TABLE["auto"]:
         return str(TABLE["auto"][key])
     if value in (AUTO, None) or OPEN.search(str(value)) or key in TABLE["strategy"]["keys"]:
@@ -50,7 +53,7 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
     if key == "warmup_ratio" and number:
         return WRITE_STEPS
-    return _reason(key, text.strip('"'))
+    return reason(key, word)
 
 
 def lacks_number(key: str, value: Any) -> bool:
@@ -76,12 +79,16 @@ def _text(value: Any) -> str:
 def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
+    if rule == "model.lora.targets" and value in ("ALL", "DEFAULT"):  # ms-swift 2's words
+        return [f"{rule}=all-linear"] if value == "ALL" else reason(key, value)
     if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
         return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
         return "write data.eval_fraction, the share of all rows that these are"
+    if rule == "optimizer.clip_norm" and number and number < 0:
+        return [f"{rule}=0"]  # the Trainer, DeepSpeed and loops clip where it is above 0
     if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
         return WRITE_STEPS
     if rule == "batch.gpus" and re.fullmatch(r"\d+(,\d+)+", str(value)):
@@ -96,7 +103,7 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     return [f"{rule}={text}"]
 
 
-def _reason(key: str, text: str) -> str:
+def reason(key: str, text: str) -> str:
     """Why a key is left out."""
     beginnings = [one for one in TABLE["reasons"] if f"{key}={text}".startswith(one)]
     if beginnings:
@@ -106,8 +113,9 @@ def _reason(key: str, text: str) -> str:
     if key in TABLE["keys"]:
         return f"{text}: nothing in a job file has this value"
     top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
-    near = get_close_matches(key if top in tops else top, _KNOWN if top in tops else tops, n=1, cutoff=0.85)
-    return f"a job file has no such key{f'; did you mean {near[0]}?' if near else ''}"
+    known = [one for one in (_KNOWN if top in tops else tops) if not one.endswith("()")]
+    near = get_close_matches(key if top in tops else top, known, n=1, cutoff=0.85)
+    return NO_KEY + (f"; did you mean {near[0]}?" if near else "")
 
 
 def targets(key: str, *, below: bool) -> set[str]:
