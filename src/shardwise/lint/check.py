@@ -18,6 +18,7 @@ from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
+from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
@@ -88,7 +89,11 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
     broken = broken if setup.documents else [replace(one, severity="error") for one in broken]
     order = {document.name: index for index, document in enumerate(setup.documents)}
-    findings = [*broken, *(one for document in setup.documents for one in _causes(document, setup))]
+    by = [(document.name, one) for document in setup.documents for one in _causes(document, setup)]
+    own = {(one.file, one.rule, one.line) for name, one in by if one.file == name}
+    away = {(one.file, one.rule, one.line): one for name, one in by if one.file != name}  # as another runs it
+    findings = [*broken, *(one for name, one in by if one.file == name)]
+    findings += [one for place, one in away.items() if place not in own]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
     return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
 
@@ -139,6 +144,9 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
         return _job_findings(document, setup)
+    at = next((n for n, one in enumerate(setup.documents) if one is document), None)
+    setup = with_what_scripts_set(setup)
+    document = document if at is None else setup.documents[at]
     mine = (one for one in RULES if one.kind == document.kind)
     held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
     others = [one for one in setup.of("training") if one.name != document.name]

@@ -21,17 +21,17 @@ _PLACE = ast.Name | ast.Attribute
 def as_run(document: Document, others: Sequence[Document]) -> Document:
     """The script with the bodies of functions in place of their calls; the same script if it has none.
 
-    `lines` are those of the file; for a function that one of the others defines, the line of its call.
+    `lines` say where each line is, also in a function that one of the others defines.
     """
-    texts = {PurePath(one.name).stem: one.text for one in others if one.syntax == "python"}
-    text, lines = _as_run(document.text, tuple(texts.items()))
-    return replace(document, text=text, lines=lines)
+    texts = ((PurePath(one.name).stem, one.name, one.text) for one in others if one.syntax == "python")
+    text, lines = _as_run(document.text, tuple(texts))
+    return replace(document, text=text, lines=tuple((file or document.name, line) for file, line in lines))
 
 
 @lru_cache(maxsize=8)
-def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
+def _as_run(text: str, others: tuple[tuple[str, str, str], ...]) -> tuple[str, tuple[tuple[str, int], ...]]:
     program = ast.parse(text)
-    if not _Run(ast.parse(text), dict(others)).changes(program):
+    if not _Run(ast.parse(text), {stem: (name, text) for stem, name, text in others}).changes(program):
         return text, ()
     made = ast.unparse(ast.fix_missing_locations(program))
     try:
@@ -39,20 +39,24 @@ def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[
     except SyntaxError:  # a value where only a name is allowed
         return text, ()
     old, new = ([one for one in ast.walk(tree) if isinstance(one, ast.stmt)] for tree in trees)
-    lines, last = {to.lineno: one.lineno for one, to in zip(old, new, strict=False)}, 1
+    pairs = zip(old, new, strict=False)
+    lines, last = {to.lineno: (getattr(one, "file", ""), one.lineno) for one, to in pairs}, ("", 1)
     return made, tuple(last := lines.get(at, last) for at in range(made.count("\n") + 2))
 
 
 class _Run(ast.NodeTransformer):
     """Puts the statements of a function before the statement that calls it."""
 
-    def __init__(self, program: ast.Module, others: Mapping[str, str]) -> None:
-        nodes, self._far = [*ast.walk(program)], set[ast.AST]()  # what other files define
+    def __init__(self, program: ast.Module, others: Mapping[str, tuple[str, str]]) -> None:
+        nodes, far = [*ast.walk(program)], list[Any]()  # what other files define
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
-            there = ast.parse(others.get(str(one.module).rpartition(".")[2], "")).body
+            file, text = others.get(str(one.module).rpartition(".")[2], ("", ""))
             names = {alias.name for alias in one.names if not alias.asname}
-            self._far |= {part for part in there if getattr(part, "name", "") in names}
-        nodes = [part for one in self._far for part in ast.walk(one)] + nodes
+            there = (part for part in ast.parse(text).body if getattr(part, "name", "") in names)
+            far += [(file, inner) for part in there for inner in ast.walk(part)]
+        for file, inner in far:
+            inner.file = file
+        nodes = [inner for _, inner in far] + nodes
         self._classes = {one.name: one for one in nodes if isinstance(one, ast.ClassDef)}
         own = {one for made in self._classes.values() for one in made.body}
         functions = (one for one in nodes if isinstance(one, ast.FunctionDef) and one not in own)
@@ -120,10 +124,8 @@ class _Run(ast.NodeTransformer):
         else:
             value = _Named(names).visit(value)
         body = [_Named(names).visit(one) for one in body]
-        for one in ast.walk(ast.Module(body, [])) if function in self._far else ():
-            one.lineno = call.lineno  # type: ignore[attr-defined]
         if early:  # what these leave out ends with the function
-            body = [ast.copy_location(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
+            body = [_placed(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
         block = ast.Module(body, [])
         self._open.append(function)
         self.generic_visit(block)
@@ -177,7 +179,13 @@ def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:
 
 
 def _assign(to: ast.expr, value: ast.expr, by: ast.AST) -> ast.stmt:
-    return ast.copy_location(ast.Assign([to], value), by)
+    return _placed(ast.Assign([to], value), by)
+
+
+def _placed(made: ast.stmt, by: ast.AST) -> ast.stmt:
+    """A new node, with the place of another."""
+    vars(made)["file"] = getattr(by, "file", "")
+    return ast.copy_location(made, by)
 
 
 def _given(function: ast.FunctionDef, call: ast.Call, holder: ast.expr | None) -> dict[str, ast.expr]:

@@ -106,6 +106,21 @@ class Values:
         self._reading.remove(found)
         return said
 
+    def changes(self, node: ast.expr, key: Key = ()) -> Said:
+        """What a script changes in the dicts that a node may stand for; of a key UNKNOWN, any part of it."""
+        said = Said()
+        for made in (one for one in self._may_be(node) if one not in self._reading):
+            self._reading.add(made)
+            for row in self._rows(made) or ():
+                (path, item, line), inner = row, (*key, *(row[0] or ()))
+                if row not in self._changes.get(made, []):
+                    said |= self.changes(item, inner) if item else {}
+                else:
+                    said |= self.entries(item, inner, line) if path and item else {inner: (line, UNKNOWN)}
+                    said |= self.entries(item, inner) if path == () and item else {}
+            self._reading.discard(made)
+        return said
+
     def value(self, node: ast.AST) -> Any:
         """What an expression is, as far as literals, names and what the command gives show it."""
         node = self.meant(node)

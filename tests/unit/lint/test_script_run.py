@@ -72,7 +72,7 @@ def test_a_function_of_another_file_has_the_line_of_its_call() -> None:
     text = "from parts import make\nx = 1\no = make(net)\n"
     made = as_run(read(text, "a.py"), [read(other, "parts.py")])
     assert "o = torch.optim.AdamW(net.parameters())" in made.text
-    assert made.at(made.text.splitlines().index("o = torch.optim.AdamW(net.parameters())") + 1) == 3
+    assert made.at(made.text.splitlines().index("o = torch.optim.AdamW(net.parameters())") + 1) == "3"
 
 
 FSDP_CLASS = """class Runner:

@@ -295,14 +295,15 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("note", "check reads files and runs nothing")
-def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
+def unknown_tool(document: Document, setup: Setup) -> Iterator[Hit]:
     """The settings of some tools are not read."""
-    found = unread_tool(document)
+    found, name = unread_tool(document), re.escape(Path(document.name).stem)
+    part = re.search(rf"^ *(from|import) [\w., ]*\b{name}\b", setup.scripts, re.MULTILINE)  # of another file
     empty = not document.values if document.syntax != "python" else not (document.values or document.uses)
     if found:
         what = f"the settings of {found} are not read: no rule judged them"
         yield Hit((), what, "a look at its own checks")
-    elif empty:
+    elif empty and not part:
         yield Hit((), "no setting of this file is known to check", "name the file with the settings, too")
 
 

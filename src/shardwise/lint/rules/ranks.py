@@ -73,7 +73,7 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     for name in (
         re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ()
     ):
-        if not re.search(rf"(return |[=(,\[] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
+        if not re.search(rf"(return |[=(,\[:] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
             what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
             at = document.text.index(f"{name} = ")
             yield Hit((), what, f"DataLoader(..., sampler={name})", line=line_at(document.text, at))
@@ -85,12 +85,12 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @loop_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
-def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
+def sampler_without_set_epoch(document: Document, setup: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
     epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
     sets = re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text) or _of_a_library(document)
-    if made and epochs and not sets:
+    if made and epochs and not sets and ".set_epoch(" not in setup.scripts:
         fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
         yield Hit((), fix=fix, line=made[0].lineno)
 

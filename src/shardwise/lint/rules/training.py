@@ -69,20 +69,27 @@ def _program(text: str) -> ast.Module:
 _values = lru_cache(maxsize=8)(Values)
 
 
-def known_values(document: Document, setup: Setup) -> Values:
-    """The same with the flags of a script's commands, and the defaults of flags and parameters."""
+def known_values(document: Document, setup: Setup, config: Document | None = None) -> Values:
+    """The same with the flags of a script's commands, and the defaults of flags and parameters.
+
+    `config`: the file that the script loads; else the first DeepSpeed file.
+    """
     last, flags = Path(document.name).name, dict[str, Any]()
     commands = [one for one in setup.of("training") if one.syntax == "shell"]
     mine = [one for one in commands if Path(str(one.get("script"))).name == last]
     for one in mine or commands:  # a script that no command starts is a module of the one that is started
         if one.syntax == "shell":
             flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
-    return _valued(tree_of(document), json.dumps(flags, sort_keys=True, default=str))
+    config = config or next((one for one in setup.of("deepspeed") if one.syntax == "json"), None)
+    world, content = setup.world_size or "", config.values if config else None
+    given = json.dumps([flags, str(world), content], sort_keys=True, default=str)
+    return _valued(tree_of(document), given)
 
 
 @lru_cache(maxsize=8)
-def _valued(program: ast.Module, flags: str) -> Values:
-    return Values(program, Inputs(json.loads(flags)))
+def _valued(program: ast.Module, given: str) -> Values:
+    flags, world, content = json.loads(given)
+    return Values(program, Inputs(flags, {"WORLD_SIZE": world} if world else {}, content=content))
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
