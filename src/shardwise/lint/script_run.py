@@ -15,6 +15,7 @@ from shardwise.lint.script_inputs import presets
 _DEEPEST, _MOST = 8, 30_000  # functions within one another; nodes, which calls can multiply
 _LATER = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.FunctionDef
 _LATER |= ast.AsyncFunctionDef | ast.ClassDef  # whose parts run later, or more often
+_YIELDS = ast.Yield | ast.YieldFrom
 _PLACE = ast.Name | ast.Attribute
 
 
@@ -89,6 +90,8 @@ class _Run(ast.NodeTransformer):
             return node
         if not isinstance(node, ast.stmt):
             return super().visit(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return []  # a text about the function
         outer = self._before, self._statement
         self._before, self._statement = before, _ = list[ast.stmt](), node
         self.generic_visit(node)
@@ -106,25 +109,28 @@ class _Run(ast.NodeTransformer):
         if not function or function in self._open or len(self._open) == _DEEPEST or self._left < 0:
             return call
         body, inner = deepcopy(function.body), [*_own(function)]
-        value = body.pop().value if isinstance(body[-1], ast.Return) else None
         early = [one for one in inner if isinstance(one, ast.Return) and one is not function.body[-1]]
-        yields = any(isinstance(one, ast.Yield | ast.YieldFrom) for one in inner)
-        if yields or (value is None and any(one.value for one in early)):
+        several, yields = any(one.value for one in early), any(isinstance(one, _YIELDS) for one in inner)
+        place = to if to and all(isinstance(one, _PLACE) for one in _parts(to)) else ast.Name(function.name)
+        value = None if several else body.pop().value if isinstance(body[-1], ast.Return) else None
+        if yields or (several and _ended(body, place) is None):
             return call
         self._left -= len(inner)
         self._called.add((function.name, function.lineno))
         given, value = _given(function, call, holder), value or ast.Constant(None)
         names = {name: one for name, one in given.items() if isinstance(one, _PLACE)}
         before = [_assign(ast.Name(name), one, call) for name, one in given.items() if name not in names]
-        for local, place in zip(_parts(value), _parts(to), strict=False):
-            if isinstance(local, ast.Name) and local.id not in given and isinstance(place, _PLACE):
-                names[local.id] = place
+        for local, part in zip(_parts(value), _parts(to), strict=False):
+            if isinstance(local, ast.Name) and local.id not in given and isinstance(part, _PLACE):
+                names[local.id] = part
         if function.name == "__init__":
             before, value = [_assign(to, call, call), *before] if to else before, to or call
         else:
             value = _Named(names).visit(value)
         body = [_Named(names).visit(one) for one in body]
-        if early:  # what these leave out ends with the function
+        if several:
+            body, value = _ended([*body, _placed(ast.Return(), call)], place) or [], place
+        elif early:  # what these leave out ends with the function
             body = [_placed(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
         block = ast.Module(body, [])
         self._open.append(function)
@@ -172,6 +178,28 @@ def _own(node: ast.AST) -> Iterator[ast.AST]:
     for one in (one for one in ast.iter_child_nodes(node) if not isinstance(one, _LATER)):
         yield one
         yield from _own(one)
+
+
+def _ended(body: Sequence[ast.stmt], to: ast.expr) -> list[ast.stmt] | None:
+    """Statements that give a place what they return; None where a loop does, or an `if` in part."""
+    for at, one in enumerate(body):
+        if isinstance(one, ast.Return | ast.Raise):
+            value = deepcopy(getattr(one, "value", None) or ast.Constant(None))
+            return [*body[:at], one if isinstance(one, ast.Raise) else _assign(deepcopy(to), value, one)]
+        if any(isinstance(part, ast.Return) for part in _own(one)):
+            then = _ended(one.body, to) if isinstance(one, ast.If) and _leaves(one.body) else None
+            other = _ended([*one.orelse, *body[at + 1 :]], to) if isinstance(one, ast.If) else None
+            if then is None or other is None or not isinstance(one, ast.If):
+                return None
+            return [*body[:at], _placed(ast.If(one.test, then, other), one)]
+    return [*body]
+
+
+def _leaves(body: Sequence[ast.stmt]) -> bool:
+    """Whether what follows these statements never runs."""
+    last = body[-1] if body else None
+    both = isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse)
+    return both or isinstance(last, ast.Return | ast.Raise)
 
 
 def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:

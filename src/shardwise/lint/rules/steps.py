@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
 from shardwise.lint.rules.loop import made_by, stepped
-from shardwise.lint.rules.training import is_optimizer, tree_of
+from shardwise.lint.rules.training import is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
@@ -27,7 +27,7 @@ class _Loop(NamedTuple):
     """An innermost loop that trains: `backward`, the optimizer's step, and what the latter waits for."""
 
     runs: list[_Run]
-    text: str  # of the loop
+    text: str  # of the loop, without what it logs of the loss later
     backward: ast.Call
     every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
 
@@ -61,8 +61,11 @@ def _loops(document: Document) -> Iterator[_Loop]:
         if steps and backward:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
-            every = next((mod for test in waits for mod in _moduli(test)), None)
-            found.append(({run.call for run in runs}, _Loop(runs, ast.unparse(loop), backward, every)))
+            known = values_of(document)
+            every = next((mod for test in waits for mod in _moduli(known.meant(test))), None)
+            before_it, _, later = ast.unparse(loop).partition(".backward(")
+            text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
+            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
     for inside, one in found:
         if not any(other < inside for other, _ in found):
             yield one
@@ -72,7 +75,7 @@ def _of_optimizer(name: str, made: dict[str, str]) -> bool:
     return bool(name) and (is_optimizer(made.get(name, "")) or "optim" in name.lower())
 
 
-def _moduli(test: ast.expr) -> Iterator[ast.expr]:
+def _moduli(test: ast.AST) -> Iterator[ast.expr]:
     mods = (one for one in ast.walk(test) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod))
     return (one.right for one in mods)
 

@@ -120,6 +120,9 @@ def distributed(setup: Setup) -> bool:
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
     key, value = ("device_map",), document.get("device_map")
+    for call in calls(document, "from_pretrained") if value is None else ():  # in a dict that an `if` fills
+        given = known_values(document, setup).arguments(call).get(key, (0, None))[1]
+        value = None if given == UNKNOWN else given
     if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
