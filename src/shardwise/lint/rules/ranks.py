@@ -16,7 +16,7 @@ _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_
 _MAP_STYLE, _DIVIDED = (re.compile("|".join(names(one))) for one in ("rows_by_number", "divides_rows"))
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
     r"\w\[[^\]=]*(?<!lora_)rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
-    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! [=!]=)",
+    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*(?<!lora_)rank\b(?! [=!]=)",
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
 _CHOOSES = re.compile(
