@@ -108,7 +108,7 @@ class _Run(ast.NodeTransformer):
         function, holder = self._found(call, to)
         if not function or function in self._open or len(self._open) == _DEEPEST or self._left < 0:
             return call
-        body, inner = deepcopy(function.body), [*_own(function)]
+        body, inner = deepcopy(function.body), [*own_parts(function)]
         early = [one for one in inner if isinstance(one, ast.Return) and one is not function.body[-1]]
         several, yields = any(one.value for one in early), any(isinstance(one, _YIELDS) for one in inner)
         place = to if to and all(isinstance(one, _PLACE) for one in _parts(to)) else ast.Name(function.name)
@@ -173,11 +173,11 @@ class _Named(ast.NodeTransformer):
         return deepcopy(self._names.get(name.id, name))
 
 
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def own_parts(node: ast.AST) -> Iterator[ast.AST]:
     """The parts of a function that run with it."""
     for one in (one for one in ast.iter_child_nodes(node) if not isinstance(one, _LATER)):
         yield one
-        yield from _own(one)
+        yield from own_parts(one)
 
 
 def _ended(body: Sequence[ast.stmt], to: ast.expr) -> list[ast.stmt] | None:
@@ -186,7 +186,7 @@ def _ended(body: Sequence[ast.stmt], to: ast.expr) -> list[ast.stmt] | None:
         if isinstance(one, ast.Return | ast.Raise):
             value = deepcopy(getattr(one, "value", None) or ast.Constant(None))
             return [*body[:at], one if isinstance(one, ast.Raise) else _assign(deepcopy(to), value, one)]
-        if any(isinstance(part, ast.Return) for part in _own(one)):
+        if any(isinstance(part, ast.Return) for part in own_parts(one)):
             then = _ended(one.body, to) if isinstance(one, ast.If) and _leaves(one.body) else None
             other = _ended([*one.orelse, *body[at + 1 :]], to) if isinstance(one, ast.If) else None
             if then is None or other is None or not isinstance(one, ast.If):

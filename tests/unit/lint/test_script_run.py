@@ -412,3 +412,44 @@ Trainer(model=model).train()
     for test, wrong in (("not args.split", True), ("args.split", False), ("other()", False)):
         checked = check(Setup(documents=(read(text % test, "train.py"), shell)))
         assert ("device-map-and-processes" in {one.rule for one in checked.findings}) is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "o = make(net)\nfor b in DataLoader(rows):\n    o_optim.step()\n    net(b).backward()",
+            "o_optim is",
+        ),
+        (
+            "optimizer = make()\nfor b in DataLoader(rows):\n    net(b).backward()\n    optimizer.step()",
+            "make() is",
+        ),
+        (
+            "def each(rows):\n    for r in rows:\n        yield r\n"
+            "optimizer = torch.optim.Adam(p)\nfor b in each(rows):\n    net(b).backward()\n    optimizer.step()",
+            "each() is",
+        ),
+        (
+            "optimizer = torch.optim.Adam(p)\nfor b in DataLoader(r):\n    net(b).backward()\n    optimizer.step()",
+            "",
+        ),
+        (
+            "e, o, loader, _ = deepspeed.initialize(m)\nfor b in loader:\n    e.backward(e(b))\n    e.step()",
+            "",
+        ),
+    ],
+)
+def test_a_loop_that_is_not_followed_is_named(text: str, said: str) -> None:
+    lines = unreached(Setup(documents=(read(HEAD + text, "train.py"),)))
+    line = HEAD.count("\n") + text[: text.index("for b in")].count("\n") + 1
+    end = "not followed): zero_grad, sampler, loss division"
+    assert lines == ([f"the loop at train.py:{line} ({said} {end}"] if said else [])
+
+
+def test_settings_in_a_file_that_is_not_there_are_not_read() -> None:
+    shell = read("llamafactory-cli train saves/mine.yaml\n", "run.sh")
+    (said,) = unreached(Setup(documents=(shell,)))
+    assert said == "the settings in saves/mine.yaml of run.sh: no such file was read"
+    mine = read("output_dir: x\nper_device_train_batch_size: 1\n", "elsewhere/mine.yaml")
+    assert not unreached(Setup(documents=(shell, mine)))

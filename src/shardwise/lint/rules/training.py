@@ -39,6 +39,7 @@ _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
+_EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 
@@ -296,7 +297,8 @@ def given_to_trainers(
             groups.append((_DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
-        groups.append((dict.fromkeys(_DEFAULTS) | {**document.values}, None))
+        own = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
+        groups.append(((dict.fromkeys(_DEFAULTS) if own else _DEFAULTS) | {**document.values}, None))
     return groups
 
 
@@ -383,7 +385,9 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
 def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer's arguments stop with a ValueError."""
-    groups = [one for one in given_to_trainers(document, setup) if "**" not in one[0]]
+    started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
+    every = started and document.syntax == "python"
+    groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
     trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
     rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
     for given, line in groups:
@@ -397,6 +401,12 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
         steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
+        asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
+        if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
+            what = (
+                f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
+            )
+            yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
         known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
         if known and (save != evaluate or apart):
             what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
