@@ -427,11 +427,13 @@ Trainer(model=model).train()
         ),
         (
             "def each(rows):\n    for r in rows:\n        yield r\n"
-            "optimizer = torch.optim.Adam(p)\nfor b in each(rows):\n    net(b).backward()\n    optimizer.step()",
+            "optimizer = torch.optim.Adam(p)\n"
+            "for b in each(rows):\n    net(b).backward()\n    optimizer.step()",
             "each() is",
         ),
         (
-            "optimizer = torch.optim.Adam(p)\nfor b in DataLoader(r):\n    net(b).backward()\n    optimizer.step()",
+            "optimizer = torch.optim.Adam(p)\n"
+            "for b in DataLoader(r):\n    net(b).backward()\n    optimizer.step()",
             "",
         ),
         (

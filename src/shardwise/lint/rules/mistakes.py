@@ -68,7 +68,7 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @training_rule("error", "peft/utils/other.py: prepare_model_for_kbit_training; read in 0.21")
 def adapters_are_frozen(document: Document, _: Setup) -> Iterator[Hit]:
-    """`prepare_model_for_kbit_training` freezes all that a model has: after get_peft_model also the adapters."""
+    """`prepare_model_for_kbit_training` freezes all parameters: after get_peft_model also the adapters."""
     made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
     flow, later = values_of(document).flow, re.search(r"requires_grad(_\(|\s*= *True)", document.text)
     for call in calls(document, "prepare_model_for_kbit_training") if not later else ():

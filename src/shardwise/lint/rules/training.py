@@ -142,11 +142,14 @@ def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     for call in calls(document, "from_pretrained"):
         loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
         given = values_of(document).arguments(call) if loads else {}
-        for name in gone.keys() & {key[0] for key in given}:
-            what = f"from_pretrained of transformers 5 has no `{name}`, whatever its value: TypeError"
-            line, value = given[name,]
-            maybe = value == UNKNOWN and name not in {one.arg for one in call.keywords}
-            yield Hit((name,), what, gone[name], severity="warning" if maybe else None, line=line)
+        found = [name for name in gone if (name,) in given]
+        written = [name for name in found if name in {one.arg for one in call.keywords}]
+        sure = written or [name for name in found if given[name,][1] != UNKNOWN]
+        if found:
+            what = f"from_pretrained of transformers 5 has no {', '.join(f'`{name}`' for name in found)}"
+            fix = "; ".join(f"{name}: {gone[name]}" if len(found) > 1 else gone[name] for name in found)
+            first, what = (sure or found)[0], f"{what}, whatever the value: TypeError"
+            yield Hit((first,), what, fix, severity=None if sure else "warning", line=given[first,][0])
 
 
 @training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
@@ -297,8 +300,9 @@ def given_to_trainers(
             groups.append((_DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
-        own = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
-        groups.append(((dict.fromkeys(_DEFAULTS) if own else _DEFAULTS) | {**document.values}, None))
+        open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
+        defaults: dict[str, Any] = {name: None if open_ else value for name, value in _DEFAULTS.items()}
+        groups.append((defaults | {**document.values}, None))
     return groups
 
 
@@ -310,7 +314,12 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
             word = given.get(name)
             if not isinstance(word, str) or "." in word or word in known.split():
                 continue  # such as `SchedulerType.COSINE`
-            earlier, near = word in names("earlier_optimizers"), closest(word, known.split())
+            earlier = word in names("earlier_optimizers")
+            near = (
+                word.replace("_hf", "_torch").replace("apex", "torch")
+                if earlier
+                else closest(word, known.split())
+            )
             what = f"transformers 5.23 has no {name} {word!r}: ValueError"
             what += ". Earlier versions had it" * earlier
             fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known.split())}"
