@@ -331,10 +331,8 @@ class Values:
                 given = given if None in given else preset | given
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
-            if arg is function.args.kwarg and isinstance(call, ast.Call):
-                found.append(rest_of(call, function))
-                continue
-            found.append(given.get(arg.arg))
+            rest = isinstance(call, ast.Call) and arg is function.args.kwarg
+            found.append(rest_of(call, function) if rest else given.get(arg.arg))  # type: ignore[arg-type]
         self._arguments[arg] = [*dict.fromkeys(one and self.meant(one) for one in found)]
         return self._arguments[arg]
 

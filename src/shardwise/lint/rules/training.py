@@ -37,9 +37,7 @@ _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
-_ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
-_EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 
@@ -315,11 +313,7 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
             if not isinstance(word, str) or "." in word or word in known.split():
                 continue  # such as `SchedulerType.COSINE`
             earlier = word in names("earlier_optimizers")
-            near = (
-                word.replace("_hf", "_torch").replace("apex", "torch")
-                if earlier
-                else closest(word, known.split())
-            )
+            near = closest(word.replace("_hf", "_torch"), known.split())
             what = f"transformers 5.23 has no {name} {word!r}: ValueError"
             what += ". Earlier versions had it" * earlier
             fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known.split())}"
@@ -389,36 +383,3 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     elif _OF_FRAMEWORKS & document.values.keys():
         what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
-
-
-@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
-def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer's arguments stop with a ValueError."""
-    started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
-    every = started and document.syntax == "python"
-    groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
-    trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
-    rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
-    for given, line in groups:
-        if given.get("bf16") is given.get("fp16") is True:
-            what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
-            yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)
-        both = given["save_strategy"], given.get("evaluation_strategy", given["eval_strategy"])
-        save, evaluate = (str(one).rpartition(".")[2].lower() for one in both)  # also of SaveStrategy.STEPS
-        if (len(groups), len(trainers), rows) == (1, 1, []) and evaluate in ("steps", "epoch"):
-            what = f"it is {evaluate}, and the Trainer gets no `eval_dataset`: ValueError"
-            yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
-        steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
-        apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
-        asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
-        if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
-            what = (
-                f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
-            )
-            yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
-        known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
-        if known and (save != evaluate or apart):
-            what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
-            what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
-            fix = "the same save_ and eval_strategy and steps"
-            yield Hit(("load_best_model_at_end",), what, fix, line=line)
