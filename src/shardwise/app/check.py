@@ -116,7 +116,7 @@ def check(
         tiny: also run the DeepSpeed configuration for three steps of a tiny model on the CPU.
         making: entered while a plan is made.
 
-    Raises JobError for files that cannot be read, and with `tiny` where none is a DeepSpeed configuration.
+    Raises JobError with `tiny` where none is a DeepSpeed configuration.
     """
     paths = [Path(file) for file in ([files] if isinstance(files, str | Path) else files)]
     hardware = parse_hardware(gpus) if isinstance(gpus, str) else gpus

@@ -18,6 +18,8 @@ from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
+from shardwise.lint.rules.loaded import with_what_scripts_set
+from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.models.catalog import no_tokenizer
@@ -25,6 +27,7 @@ from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
 _IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
+_YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _TO_DO = re.compile(r"^# to do: (.*(?:\n#  .*)*)", re.MULTILINE)
 _DONE = "do what it says, and delete this comment"
@@ -57,6 +60,14 @@ def load(
         try:
             text = text_of(file, "shardwise init --from" if other else "shardwise check")
             document = read(text, str(file), other=other)
+        except JobError as error:
+            if other:
+                raise
+            one = error.problems[0]
+            broken.append(
+                Finding(rule="unreadable", severity="error", file=str(file), what=one.what, fix=one.fix)
+            )
+            continue
         except UnreadableError as error:
             if error.what != UNKNOWN or file.suffix not in (".yaml", ".yml") or not _read_yaml(files):
                 broken.append(unreadable(str(file), error))
@@ -90,7 +101,11 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
     broken = broken if setup.documents else [replace(one, severity="error") for one in broken]
     order = {document.name: index for index, document in enumerate(setup.documents)}
-    findings = [*broken, *(one for document in setup.documents for one in _causes(document, setup))]
+    by = [(document.name, one) for document in setup.documents for one in _causes(document, setup)]
+    own = {(one.file, one.rule, one.line) for name, one in by if one.file == name}
+    away = {(one.file, one.rule, one.line): one for name, one in by if one.file != name}  # as another runs it
+    findings = [*broken, *(one for name, one in by if one.file == name)]
+    findings += [one for place, one in away.items() if place not in own]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
     return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
 
@@ -141,6 +156,9 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
     if document.kind == "job":
         return [*_job_findings(document, setup), *_open_to_dos(document)]
+    at = next((n for n, one in enumerate(setup.documents) if one is document), None)
+    setup = with_what_scripts_set(setup)
+    document = document if at is None else setup.documents[at]
     mine = (one for one in RULES if one.kind == document.kind)
     held = (one for one in mine if holds_for(one.versions, "deepspeed", setup.deepspeed))
     others = [one for one in setup.of("training") if one.name != document.name]
@@ -311,6 +329,19 @@ def unreached(setup: Setup) -> list[str]:
         paths = found([*modules], Path(one.name).parent)
         if unread := [str(path) for path in paths if os.path.realpath(path) not in named]:
             said.append(f"what {one.name} imports of {', '.join(unread)}: name these files, too")
+        run = as_run(one, [other for other in setup.of("training") if other.name != one.name])
+        for line, open_ in not_followed(run):
+            file, at = run.place(line)
+            are = f"{', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not followed"
+            said.append(f"the loop at {file}:{at} ({are}): zero_grad, sampler, loss division")
+    for one in (one for one in setup.of("training") if one.syntax == "shell"):
+        away = [
+            name for name in _YAML.findall(one.text) if Path(name).name not in map(os.path.basename, named)
+        ]
+        if away:
+            said.append(
+                f"the settings in {', '.join(dict.fromkeys(away))} of {one.name}: no such file was read"
+            )
     if scripts and not _TRAINS.search(setup.scripts):
         said.append(
             f"a training loop: {', '.join(one.name for one in scripts)} has no backward pass and no Trainer"

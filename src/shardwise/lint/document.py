@@ -57,7 +57,9 @@ class Document:
     environment: Mapping[str, str] = field(default_factory=dict)  # the variables of a shell's script
     cells: tuple[int, ...] = ()  # of a notebook, the line where the code of each cell begins; 0: no code
     unknown: frozenset[Key] = frozenset()  # keys of those whose value, AUTO here, only a run knows
-    lines: tuple[int, ...] = ()  # of a text as it runs: the line in the file for each of its lines
+    set_at: Mapping[Key, tuple[str, int]] = field(default_factory=dict)
+    """Keys that a script sets after it loads the file: the script, and its line."""
+    lines: tuple[tuple[str, int], ...] = ()  # of a text as it runs: file and line of each of its lines
 
     def get(self, *key: str) -> Any:
         """The value, or None if the key, or a section above it, is absent."""
@@ -84,9 +86,14 @@ class Document:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return value if is_number and math.isfinite(value) else None
 
-    def at(self, line: int) -> int:
-        """The line of the file for a line of the text."""
-        return self.lines[line] if self.lines else line
+    def place(self, line: int) -> tuple[str, int]:
+        """The file, and its line, for a line of the text."""
+        return self.lines[line] if self.lines else (self.name, line)
+
+    def at(self, line: int) -> str:
+        """The same in words; without the file's name where it is this file."""
+        file, at = self.place(line)
+        return f"{at}" if file == self.name else f"{at} of {file}"
 
     def line(self, key: Key) -> int:
         """The line of the key, or of the nearest section above it in the text; else the first."""

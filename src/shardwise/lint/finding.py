@@ -114,12 +114,15 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
     fix = hit.fix or _in_words(hit.changes[0], document)
     if document.syntax == "python":
         fix = fix.replace(": true", ": True").replace(": false", ": False")
-    line = document.at(hit.line) if hit.line else document.line(hit.key)
-    cell, start = max(((n, at) for n, at in enumerate(document.cells, 1) if 0 < at <= line), default=(0, 1))
+    file, line = document.place(hit.line) if hit.line else (document.name, document.line(hit.key))
+    file, line = document.set_at.get(hit.key, (file, line))
+    cells = enumerate(document.cells if file == document.name else (), 1)
+    cell, start = max(((n, at) for n, at in cells if 0 < at <= line), default=(0, 1))
+    changes = hit.changes if document.syntax in ("json", "yaml") or _in_place(hit.changes) else ()
     return Finding(
         rule=broken.name,
         severity=hit.severity or broken.severity,
-        file=document.name,
+        file=file,
         line=line - start + 1,
         cell=cell,
         key="" if own else ".".join(hit.key),
@@ -128,7 +131,7 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         fix=fix,
         source=hit.source or broken.source,
         versions=broken.versions,
-        changes=hit.changes if document.syntax in ("json", "yaml") or _in_place(hit.changes) else (),
+        changes=changes if file == document.name else (),
     )
 
 

@@ -49,7 +49,9 @@ def text_of(path: Path, command: str) -> str:
         raise JobError(f"it cannot be read: {error.strerror}", where=str(path), fix=f"name {WHAT}") from None
     if len(raw) > LARGEST_FILE_BYTES:
         what = f"more than {LARGEST_FILE_BYTES:,} bytes are too many for a configuration"
-        raise JobError(what, where=str(path), fix=f"name {WHAT}")
+        raise JobError(
+            what, where=str(path), fix="leave it out: check reads settings and scripts, and no data"
+        )
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:

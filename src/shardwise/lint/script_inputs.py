@@ -52,6 +52,7 @@ class Inputs:
     imported: bool = False  # whether another script is the one that is started
     given: Sequence[str] = ()  # files of settings, one of which the script may read
     elsewhere: Mapping[str, ast.expr] = field(default_factory=dict)  # flags, fields and constants of others
+    content: Mapping[str, Any] | None = None  # of whatever file the script loads
 
     def __post_init__(self) -> None:
         self._last = {name.rpartition(".")[2]: name for name in self.flags}  # tyro's `--optim.lr`
@@ -112,7 +113,10 @@ class Inputs:
         """The mapping in a JSON or YAML file that a call loads; None if it is none, or not there."""
         if call not in self._files:
             self._files[call] = None
-            if self.folder is not None and call.args and ast.unparse(call.func) in _LOADERS:
+            loads = bool(call.args) and ast.unparse(call.func) in _LOADERS
+            if loads and self.content is not None:
+                self._files[call] = _mapping(self.content, call.lineno)
+            elif loads and self.folder is not None:
                 name = _file_name(call.args[0], meant, value_of)
                 there = name and next((one for one in self.given if one.endswith(Path(name).name)), "")
                 alone = self.given[0] if len(self.given) == 1 and not name else ""
@@ -132,15 +136,12 @@ class Inputs:
                     continue
                 text = read_bounded(path, _LARGEST_FILE_BYTES).decode()
                 values = json.loads(text) if name.endswith(".json") else yaml.load(text, _NoAliases)  # noqa: S506
-                made = _expression(values)
+                made = _mapping(values, line)
             except (OSError, ValueError, yaml.YAMLError, RuntimeError, SyntaxError, MemoryError):
                 continue
-            if isinstance(values, dict):
-                for node in ast.walk(made):
-                    if isinstance(node, ast.expr):
-                        node.lineno = line
+            if made is not None:
                 self.loaded.add(real)
-                return made if isinstance(made, ast.Dict) else None
+                return made
         return None
 
 
@@ -206,6 +207,14 @@ class Presets:
 
 def _expression(value: Any) -> ast.expr:
     return ast.parse(repr(value), mode="eval").body
+
+
+def _mapping(value: Any, line: int) -> ast.Dict | None:
+    """A mapping as a script would write it in a line; None of another value."""
+    made = _expression(value)
+    for node in (one for one in ast.walk(made) if isinstance(one, ast.expr)):
+        node.lineno = line
+    return made if isinstance(made, ast.Dict) else None
 
 
 def _file_name(node: ast.AST, meant: Callable[[ast.AST], ast.AST], value_of: Callable[[ast.AST], Any]) -> str:

@@ -1,13 +1,16 @@
 """Names of a script as the libraries say them, and values by key."""
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.job.source import Key
 
 Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
 
+Change = tuple[ast.expr, Key | None, ast.expr | None, ast.AST]
+
+_READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
 _CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
 
@@ -58,3 +61,25 @@ def rest_of(given: Sequence[ast.keyword], function: ast.FunctionDef, line: int) 
 def path_of(node: ast.expr) -> Key | None:
     """The key that a literal is; None if it is no text."""
     return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def changes_by(node: ast.AST, above: ast.AST) -> Iterator[Change]:
+    """What a node, which `above` holds, changes: a dict, a key of it, the new value, and the part that does.
+
+    No key: it is not known which. No value: it is removed, or not known.
+    """
+    match node:
+        case ast.Subscript(ctx=ast.Store() | ast.Del(), value=holder, slice=key):
+            plain = isinstance(above, ast.Assign) and above.targets == [node]
+            yield holder, path_of(key), above.value if plain else None, above  # type: ignore[attr-defined]
+        case ast.AugAssign(target=ast.Name() as holder, value=ast.Dict() as given):
+            yield holder, (), given, node
+        case ast.Call(func=ast.Attribute(attr="update", value=holder), args=given, keywords=more):
+            for one in given:
+                yield holder, (), one, above
+            for other in more:
+                yield holder, (other.arg,) if other.arg else (), other.value, above
+        case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if path_of(key):
+            yield holder, path_of(key), None, node
+        case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
+            yield holder, None, None, node

@@ -15,23 +15,24 @@ from shardwise.lint.script_inputs import presets
 _DEEPEST, _MOST = 8, 30_000  # functions within one another; nodes, which calls can multiply
 _LATER = ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp | ast.FunctionDef
 _LATER |= ast.AsyncFunctionDef | ast.ClassDef  # whose parts run later, or more often
+_YIELDS = ast.Yield | ast.YieldFrom
 _PLACE = ast.Name | ast.Attribute
 
 
 def as_run(document: Document, others: Sequence[Document]) -> Document:
     """The script with the bodies of functions in place of their calls; the same script if it has none.
 
-    `lines` are those of the file; for a function that one of the others defines, the line of its call.
+    `lines` say where each line is, also in a function that one of the others defines.
     """
-    texts = {PurePath(one.name).stem: one.text for one in others if one.syntax == "python"}
-    text, lines = _as_run(document.text, tuple(texts.items()))
-    return replace(document, text=text, lines=lines)
+    texts = ((PurePath(one.name).stem, one.name, one.text) for one in others if one.syntax == "python")
+    text, lines = _as_run(document.text, tuple(texts))
+    return replace(document, text=text, lines=tuple((file or document.name, line) for file, line in lines))
 
 
 @lru_cache(maxsize=8)
-def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[int, ...]]:
+def _as_run(text: str, others: tuple[tuple[str, str, str], ...]) -> tuple[str, tuple[tuple[str, int], ...]]:
     program = ast.parse(text)
-    if not _Run(ast.parse(text), dict(others)).changes(program):
+    if not _Run(ast.parse(text), {stem: (name, text) for stem, name, text in others}).changes(program):
         return text, ()
     made = ast.unparse(ast.fix_missing_locations(program))
     try:
@@ -39,20 +40,24 @@ def _as_run(text: str, others: tuple[tuple[str, str], ...]) -> tuple[str, tuple[
     except SyntaxError:  # a value where only a name is allowed
         return text, ()
     old, new = ([one for one in ast.walk(tree) if isinstance(one, ast.stmt)] for tree in trees)
-    lines, last = {to.lineno: one.lineno for one, to in zip(old, new, strict=False)}, 1
+    pairs = zip(old, new, strict=False)
+    lines, last = {to.lineno: (getattr(one, "file", ""), one.lineno) for one, to in pairs}, ("", 1)
     return made, tuple(last := lines.get(at, last) for at in range(made.count("\n") + 2))
 
 
 class _Run(ast.NodeTransformer):
     """Puts the statements of a function before the statement that calls it."""
 
-    def __init__(self, program: ast.Module, others: Mapping[str, str]) -> None:
-        nodes, self._far = [*ast.walk(program)], set[ast.AST]()  # what other files define
+    def __init__(self, program: ast.Module, others: Mapping[str, tuple[str, str]]) -> None:
+        nodes, far = [*ast.walk(program)], list[Any]()  # what other files define
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
-            there = ast.parse(others.get(str(one.module).rpartition(".")[2], "")).body
+            file, text = others.get(str(one.module).rpartition(".")[2], ("", ""))
             names = {alias.name for alias in one.names if not alias.asname}
-            self._far |= {part for part in there if getattr(part, "name", "") in names}
-        nodes = [part for one in self._far for part in ast.walk(one)] + nodes
+            there = (part for part in ast.parse(text).body if getattr(part, "name", "") in names)
+            far += [(file, inner) for part in there for inner in ast.walk(part)]
+        for file, inner in far:
+            inner.file = file
+        nodes = [inner for _, inner in far] + nodes
         self._classes = {one.name: one for one in nodes if isinstance(one, ast.ClassDef)}
         own = {one for made in self._classes.values() for one in made.body}
         functions = (one for one in nodes if isinstance(one, ast.FunctionDef) and one not in own)
@@ -85,6 +90,8 @@ class _Run(ast.NodeTransformer):
             return node
         if not isinstance(node, ast.stmt):
             return super().visit(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            return []  # a text about the function
         outer = self._before, self._statement
         self._before, self._statement = before, _ = list[ast.stmt](), node
         self.generic_visit(node)
@@ -101,29 +108,30 @@ class _Run(ast.NodeTransformer):
         function, holder = self._found(call, to)
         if not function or function in self._open or len(self._open) == _DEEPEST or self._left < 0:
             return call
-        body, inner = deepcopy(function.body), [*_own(function)]
-        value = body.pop().value if isinstance(body[-1], ast.Return) else None
+        body, inner = deepcopy(function.body), [*own_parts(function)]
         early = [one for one in inner if isinstance(one, ast.Return) and one is not function.body[-1]]
-        yields = any(isinstance(one, ast.Yield | ast.YieldFrom) for one in inner)
-        if yields or (value is None and any(one.value for one in early)):
+        several, yields = any(one.value for one in early), any(isinstance(one, _YIELDS) for one in inner)
+        place = to if to and all(isinstance(one, _PLACE) for one in _parts(to)) else ast.Name(function.name)
+        value = None if several else body.pop().value if isinstance(body[-1], ast.Return) else None
+        if yields or (several and _ended(body, place) is None):
             return call
         self._left -= len(inner)
         self._called.add((function.name, function.lineno))
         given, value = _given(function, call, holder), value or ast.Constant(None)
         names = {name: one for name, one in given.items() if isinstance(one, _PLACE)}
         before = [_assign(ast.Name(name), one, call) for name, one in given.items() if name not in names]
-        for local, place in zip(_parts(value), _parts(to), strict=False):
-            if isinstance(local, ast.Name) and local.id not in given and isinstance(place, _PLACE):
-                names[local.id] = place
+        for local, part in zip(_parts(value), _parts(to), strict=False):
+            if isinstance(local, ast.Name) and local.id not in given and isinstance(part, _PLACE):
+                names[local.id] = part
         if function.name == "__init__":
             before, value = [_assign(to, call, call), *before] if to else before, to or call
         else:
             value = _Named(names).visit(value)
         body = [_Named(names).visit(one) for one in body]
-        for one in ast.walk(ast.Module(body, [])) if function in self._far else ():
-            one.lineno = call.lineno  # type: ignore[attr-defined]
-        if early:  # what these leave out ends with the function
-            body = [ast.copy_location(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
+        if several:
+            body, value = _ended([*body, _placed(ast.Return(), call)], place) or [], place
+        elif early:  # what these leave out ends with the function
+            body = [_placed(ast.With([ast.withitem(ast.Name(function.name))], body), call)]
         block = ast.Module(body, [])
         self._open.append(function)
         self.generic_visit(block)
@@ -165,11 +173,33 @@ class _Named(ast.NodeTransformer):
         return deepcopy(self._names.get(name.id, name))
 
 
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def own_parts(node: ast.AST) -> Iterator[ast.AST]:
     """The parts of a function that run with it."""
     for one in (one for one in ast.iter_child_nodes(node) if not isinstance(one, _LATER)):
         yield one
-        yield from _own(one)
+        yield from own_parts(one)
+
+
+def _ended(body: Sequence[ast.stmt], to: ast.expr) -> list[ast.stmt] | None:
+    """Statements that give a place what they return; None where a loop does, or an `if` in part."""
+    for at, one in enumerate(body):
+        if isinstance(one, ast.Return | ast.Raise):
+            value = deepcopy(getattr(one, "value", None) or ast.Constant(None))
+            return [*body[:at], one if isinstance(one, ast.Raise) else _assign(deepcopy(to), value, one)]
+        if any(isinstance(part, ast.Return) for part in own_parts(one)):
+            then = _ended(one.body, to) if isinstance(one, ast.If) and _leaves(one.body) else None
+            other = _ended([*one.orelse, *body[at + 1 :]], to) if isinstance(one, ast.If) else None
+            if then is None or other is None or not isinstance(one, ast.If):
+                return None
+            return [*body[:at], _placed(ast.If(one.test, then, other), one)]
+    return [*body]
+
+
+def _leaves(body: Sequence[ast.stmt]) -> bool:
+    """Whether what follows these statements never runs."""
+    last = body[-1] if body else None
+    both = isinstance(last, ast.If) and _leaves(last.body) and _leaves(last.orelse)
+    return both or isinstance(last, ast.Return | ast.Raise)
 
 
 def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:
@@ -177,7 +207,13 @@ def _parts(node: ast.expr | None) -> Sequence[ast.expr | None]:
 
 
 def _assign(to: ast.expr, value: ast.expr, by: ast.AST) -> ast.stmt:
-    return ast.copy_location(ast.Assign([to], value), by)
+    return _placed(ast.Assign([to], value), by)
+
+
+def _placed(made: ast.stmt, by: ast.AST) -> ast.stmt:
+    """A new node, with the place of another."""
+    vars(made)["file"] = getattr(by, "file", "")
+    return ast.copy_location(made, by)
 
 
 def _given(function: ast.FunctionDef, call: ast.Call, holder: ast.expr | None) -> dict[str, ast.expr]:

@@ -377,12 +377,17 @@ def _last(call: ast.Call) -> str:
     return name_of(call.func).rpartition(".")[2]
 
 
+def open_value(key: Key) -> Any:
+    """What a key of DeepSpeed has where only a run knows it."""
+    section = deepspeed_schema().sections.get(key)
+    return {"enabled": AUTO} if section and "enabled" in section.keys else AUTO
+
+
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:
     """DeepSpeed's, of a mapping; None where only a run knows its keys, or for a job its stage."""
     sections, zero = deepspeed_schema().sections.keys(), "zero_optimization"
     lines = {key: line for key, (line, value) in said.items() if value == UNKNOWN}
-    switched = {key for key, section in deepspeed_schema().sections.items() if "enabled" in section.keys}
-    unknown = {key: (at, {"enabled": AUTO} if key in switched else AUTO) for key, at in lines.items()}
+    unknown = {key: (at, open_value(key)) for key, at in lines.items()}
     if unknown.keys() & ({(), (zero,), (zero, "stage")} if of_a_job else sections):
         return None
     first, marks = said[()][0], {key: Mark(line=line) for key, (line, _) in said.items() if key}

@@ -11,7 +11,7 @@ from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
 from shardwise.lint.script_flow import Flow
 from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, name_of, presets
-from shardwise.lint.script_names import Said, name_as_imported, nested, part_of, path_of, rest_of
+from shardwise.lint.script_names import Said, changes_by, name_as_imported, nested, part_of, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 __all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
@@ -24,7 +24,6 @@ MOST_BOUND = 50  # values of one name; of more, none is known
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
 _NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display")  # that nothing defines
 _REPLACE = ("dataclasses.replace", "replace")
-_READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 
 
@@ -104,6 +103,21 @@ class Values:
                 drop(one, said)
             said |= {one: (line, {}) for one in above[1:]} | below
         self._reading.remove(found)
+        return said
+
+    def changes(self, node: ast.expr, key: Key = ()) -> Said:
+        """What a script changes in the dicts that a node may stand for; of a key UNKNOWN, any part of it."""
+        said = Said()
+        for made in (one for one in self._may_be(node) if one not in self._reading):
+            self._reading.add(made)
+            for row in self._rows(made) or ():
+                (path, item, line), inner = row, (*key, *(row[0] or ()))
+                if row not in self._changes.get(made, []):
+                    said |= self.changes(item, inner) if item else {}
+                else:
+                    said |= self.entries(item, inner, line) if path and item else {inner: (line, UNKNOWN)}
+                    said |= self.entries(item, inner) if path == () and item else {}
+            self._reading.discard(made)
         return said
 
     def value(self, node: ast.AST) -> Any:
@@ -334,22 +348,9 @@ class Values:
         return self._arguments[arg]
 
     def _change(self, node: ast.AST) -> None:
+        for change in changes_by(node, self._above.get(node, node)):
+            self._changed(*change)
         match node:
-            case ast.Subscript(ctx=ast.Store() | ast.Del(), value=holder, slice=key):
-                by = self._above[node]
-                plain = isinstance(by, ast.Assign) and by.targets == [node]
-                self._changed(holder, path_of(key), getattr(by, "value", None) if plain else None, by)
-            case ast.AugAssign(target=ast.Name() as holder, value=ast.Dict() as given):
-                self._changed(holder, (), given, node)
-            case ast.Call(func=ast.Attribute(attr="update", value=holder), args=given, keywords=more):
-                for one in given:
-                    self._changed(holder, (), one, self._above[node])
-                for other in more:
-                    self._changed(holder, (other.arg,) if other.arg else (), other.value, self._above[node])
-            case ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[key, *_]) if path_of(key):
-                self._changed(holder, path_of(key), None, node)
-            case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
-                self._changed(holder, None, None, node)
             case ast.Expr(value=ast.Call(func=ast.Name(id=name) as called, args=args)):
                 kept = name in names("keep_a_dict") or isinstance(self.meant(called), ast.FunctionDef)
                 for one in [] if kept else args:

@@ -153,6 +153,8 @@ def launched_processes(document: Document) -> int | None:
     if document.kind == "accelerate":
         return None if count is None or count < 1 else int(count)
     per_node = document.number("num_gpus") or document.number("nproc_per_node")
+    if re.fullmatch(r"([\w.-]+:\d+(,\d+)*@?)+", include := str(document.get("include"))):  # of deepspeed
+        return len(re.findall(r"[:,]\d+", include))
     if document.has("hostfile") and not document.has("num_nodes"):
         return None  # as many nodes as that file has lines
     if any(document.has(name) and document.number(name) is None for name in ("num_nodes", "nnodes")):

@@ -105,6 +105,8 @@ def read_yaml(text: str, name: str) -> Document:
         values: Any = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         what, line, fix = syntax_problem(error)
+        if re.search(r":\s*\{\w+\}[^\s,}]", text.split("\n")[(line or 1) - 1]):
+            what, fix = "`{` begins a mapping in YAML, and no text", "fill in the placeholder, or use quotes"
         raise UnreadableError(what, line=line or 1, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as an impossible date
         what, fix = (

@@ -243,7 +243,10 @@ def test_a_job_file_is_checked_as_train_would(
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "gone.json"]) == 2
-    assert capsys.readouterr().err.startswith("error: there is no file gone.json")
+    assert "error: there is no file gone.json  [unreadable]" in capsys.readouterr().out
+    assert main(["check", "gone.json", "--json"]) == 2
+    (one,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (one["file"], one["rule"]) == ("gone.json", "unreadable")
 
 
 PLANNED: list[Job] = []

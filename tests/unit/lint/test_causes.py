@@ -9,6 +9,8 @@ import pytest
 
 from shardwise.app.check import check
 from shardwise.lint.finding import Finding
+from shardwise.lint.read import read
+from shardwise.lint.setup import Setup
 
 PLUGIN = """distributed_type: DEEPSPEED
 num_processes: 4
@@ -178,3 +180,33 @@ def test_a_smallest_rate_is_found_behind_a_flag(tmp_path: Path) -> None:
     text += "TrainingArguments('o', lr_scheduler_kwargs={{'min_lr_rate': args.least}})\n"
     for least, said in (("1e-6", ["warning"]), ("0.1", [])):
         assert named(found(tmp_path, "a.py", a__py=text.format(least)), "schedule-ignores-it") == said
+
+
+def test_small_findings_say_what_to_do(tmp_path: Path) -> None:
+    load = "from transformers import AutoModel\nAutoModel.from_pretrained('gpt2', {})\n"
+    both = found(tmp_path, "a.py", a__py=load.format("load_in_8bit=True, use_auth_token='x'"))
+    (one,) = [one for one in both if one.rule == "loading-argument-was-removed"]
+    assert "no `load_in_8bit`, `use_auth_token`" in one.what
+    assert one.fix.endswith("; use_auth_token: token=")
+    words = "from transformers import TrainingArguments\nTrainingArguments('o', optim='adamw_hf')\n"
+    (one,) = [one for one in found(tmp_path, "a.py", a__py=words) if one.rule == "unknown-word"]
+    assert one.fix == "did you mean 'adamw_torch'?"
+    own = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--gradient_accumulation_steps')\n"
+    own += "args = p.parse_args()\n"
+    run = "python a.py --gradient_acumulation_steps 4\n"
+    (one,) = [
+        one for one in found(tmp_path, "run.sh", run__sh=run, a__py=own) if one.rule == "flags-of-the-script"
+    ]
+    assert one.fixable
+    yaml = "model_name_or_path: {path}/Qwen\noutput_dir: x\n"
+    (one,) = found(tmp_path, "a.yaml", a__yaml=yaml)
+    assert (one.line, one.fix) == (1, "fill in the placeholder, or use quotes")
+
+
+@pytest.mark.parametrize(
+    ("include", "count"),
+    [("localhost:0,1,2,3", 4), ("a-0:0,1@a-1:0,1", 4), ("a-0@a-1", None), ("localhost:$GPUS", None)],
+)
+def test_include_counts_gpus(include: str, count: int | None) -> None:
+    text = f"deepspeed --include {include} train.py --deepspeed_config ds.json\n"
+    assert Setup(documents=(read(text, "run.sh"),)).world_size == count

@@ -348,3 +348,88 @@ def test_other_files_beside_a_script(tmp_path: Path, files: dict[str, str], seve
 def test_a_plain_command_is_one_process() -> None:
     script = TRAINER + "AutoModel.from_pretrained('x', device_map='auto')\n"
     assert not found("device-map-and-processes", script, "python train.py\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ("    a, b = prepare(a0, b)\n", True),
+        ("    print(b)\n    b = 1\n", True),
+        ("    b = 1\n    a, b = prepare(a0, b)\n", False),
+        ("    global b\n    b = prepare(b)\n", False),
+        ("    if a0:\n        print(b)\n    b = 1\n", False),
+        ("    for i in a0:\n        if i:\n            print(b)\n        b = i\n", False),
+        ("    print([b for b in a0])\n    b = 1\n", False),
+        ("    f = lambda: b\n    b = 1\n", False),
+        ("    import b\n    b = prepare(b)\n", False),
+        ("    b = b0 if a0 else b\n", False),
+    ],
+)
+def test_a_name_is_read_before_it_has_a_value(body: str, wrong: bool) -> None:
+    text = "import torch\nfrom parts import prepare, b0\nb = 0\ndef train(a0):\n" + body
+    assert ("read-before-assignment" in rules_of(text)) is wrong
+
+
+def rules_of(text: str, *others: str) -> set[str]:
+    documents = [read(text, "train.py" if "import" in text else "train.yaml")]
+    documents += [read(one, f"run{n}.sh") for n, one in enumerate(others)]
+    return {one.rule for one in check(Setup(documents=tuple(documents))).findings}
+
+
+KBIT = """from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+{first}
+model = {second}
+trainer.train()
+"""
+ADAPTS, PREPARES = "get_peft_model(model, LoraConfig())", "prepare_model_for_kbit_training(model)"
+
+
+def test_adapters_that_are_frozen() -> None:
+    frozen = KBIT.format(first=f"model = {ADAPTS}", second=PREPARES)
+    assert "adapters-are-frozen" in rules_of(frozen)
+    assert "adapters-are-frozen" not in rules_of(KBIT.format(first=f"model = {PREPARES}", second=ADAPTS))
+    assert "adapters-are-frozen" not in rules_of(frozen + "p.requires_grad = True\n")
+    apart = f"if a:\n    model = {ADAPTS}\nelse:\n    model = {PREPARES}"
+    assert "adapters-are-frozen" not in rules_of(KBIT.format(first=apart, second="model"))
+
+
+FACTORY = """model_name_or_path: Qwen/Qwen2.5-3B
+finetuning_type: lora
+dataset: identity
+val_size: 0.1
+output_dir: out
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ("load_best_model_at_end: true\n", "contradicting-arguments"),
+        ("load_best_model_at_end: true\neval_strategy: steps\neval_steps: 300\n", "contradicting-arguments"),
+        ("load_best_model_at_end: true\neval_strategy: steps\neval_steps: 250\n", None),
+        ("load_best_model_at_end: true\neval_strategy: epoch\nsave_strategy: epoch\n", None),
+        ("eval_steps: 300\n", "contradicting-arguments"),
+        ("eval_strategy: steps\neval_steps: 300\n", None),
+        ("lr_scheduler_type: cosine_with_min_lr\n", "schedule-ignores-it"),
+        ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-6}\n", None),
+        ("lr_scheduler_type: cosine\n", None),
+    ],
+)
+def test_the_trainers_defaults_count(settings: str, rule: str | None) -> None:
+    found = rules_of(FACTORY + settings) & {"contradicting-arguments", "schedule-ignores-it"}
+    assert found == ({rule} if rule else set())
+
+
+def test_flags_of_the_command_reach_the_trainers_arguments() -> None:
+    text = """import argparse
+from transformers import TrainingArguments, Trainer
+p = argparse.ArgumentParser()
+p.add_argument("--eval_steps", type=int, default=10)
+p.add_argument("--save_steps", type=int, default=10)
+args = p.parse_args()
+a = TrainingArguments("o", eval_strategy="steps", load_best_model_at_end=True,
+    eval_steps=args.eval_steps, save_steps=args.save_steps)
+Trainer(args=a, eval_dataset=rows).train()
+"""
+    assert "contradicting-arguments" in rules_of(text, "python train.py --eval_steps 50 --save_steps 20")
+    assert "contradicting-arguments" not in rules_of(text, "python train.py --eval_steps 50 --save_steps 100")

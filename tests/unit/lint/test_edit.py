@@ -202,7 +202,7 @@ def test_a_file_is_known_by_its_content(text: str, kind: str) -> None:
     assert read(text, "t").kind == kind
 
 
-def test_what_is_not_known_is_a_finding_and_what_is_not_there_an_error(tmp_path: Path) -> None:
+def test_what_is_not_known_or_not_there_is_a_finding(tmp_path: Path) -> None:
     file = tmp_path / "notes.yaml"
     file.write_text("groceries: [milk]\n")
     other = tmp_path / "package.json"
@@ -212,8 +212,15 @@ def test_what_is_not_known_is_a_finding_and_what_is_not_there_an_error(tmp_path:
     assert [(one.rule, one.severity) for one in check(Setup(), broken).findings] == [
         ("unreadable", "error")
     ] * 2
-    with pytest.raises(JobError, match="there is no file"):
-        load([tmp_path / "gone.json"])
+    (tmp_path / "data.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    documents, broken = load([tmp_path / name for name in ("gone.json", "data.json", "ds.json")])
+    assert [Path(one.name).name for one in documents] == ["ds.json"]
+    assert [one.what.partition(str(tmp_path))[0] for one in broken] == [
+        "there is no file ",
+        "it is not UTF-8 text",
+    ]
+    assert {one.severity for one in broken} == {"error"}
 
 
 TEXTS = [path.read_text() for path in sorted((Path(__file__).parent / "examples").iterdir())] + [YAML, TEXT]

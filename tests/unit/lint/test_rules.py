@@ -673,6 +673,16 @@ CASES = (
     ),
     Case("adapters-are-not-used", ADAPTERS.format("pass"), ADAPTERS.format("model.add_adapter(lora)")),
     Case(
+        "adapters-are-frozen",
+        "import peft\nmodel = get_peft_model(model, c)\nmodel = prepare_model_for_kbit_training(model)\n",
+        "import peft\nmodel = prepare_model_for_kbit_training(model)\nmodel = get_peft_model(model, c)\n",
+    ),
+    Case(
+        "read-before-assignment",
+        "import torch\ndef train(m):\n    m, rows = split(m, rows)\n",
+        "import torch\ndef train(m, rows):\n    m, rows = split(m, rows)\n",
+    ),
+    Case(
         "qlora-without-4-bits",
         "base_model: a/b\nadapter: qlora\nload_in_8bit: true\n",
         "base_model: a/b\nadapter: qlora\nload_in_4bit: true\n",

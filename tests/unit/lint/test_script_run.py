@@ -46,6 +46,15 @@ def run(text: str, **others: str) -> str:
         ("def f(a):\n    f(a)\nf(b)", "f(b)"),
         ("def f():\n    yield 1\nf()", "def f():\n    yield 1\nf()"),
         (
+            "def f(a):\n    if a:\n        return g(a)\n    return h(a)\nx = f(b)",
+            "if b:\n    x = g(b)\nelse:\n    x = h(b)",
+        ),
+        (
+            "def f(a):\n    if a:\n        return g()\n    else:\n        raise E\ny(f(b))",
+            "if b:\n    f = g()\nelse:\n    raise E\ny(f)",
+        ),
+        (loops := "def f(a):\n    for b in a:\n        return b\nx = f(c)", loops),
+        (
             "class A:\n    def go(self):\n        s(self.m)\na = A()\na.go()",
             "class A:\n    pass\na = A()\ns(a.m)",
         ),
@@ -72,7 +81,7 @@ def test_a_function_of_another_file_has_the_line_of_its_call() -> None:
     text = "from parts import make\nx = 1\no = make(net)\n"
     made = as_run(read(text, "a.py"), [read(other, "parts.py")])
     assert "o = torch.optim.AdamW(net.parameters())" in made.text
-    assert made.at(made.text.splitlines().index("o = torch.optim.AdamW(net.parameters())") + 1) == 3
+    assert made.at(made.text.splitlines().index("o = torch.optim.AdamW(net.parameters())") + 1) == "3"
 
 
 FSDP_CLASS = """class Runner:
@@ -298,3 +307,151 @@ def test_one_process_is_known_by_what_self_holds(condition: str, wrong: bool) ->
 Runner(Net()).train()
 """
     assert found(text) == ({("every-process-saves", 7)} if wrong else set())
+
+
+LOOP = """
+def get_optimizer(model, args):
+    if args["optimizer"] == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    elif args["optimizer"] == "adam":
+        return torch.optim.Adam(model.parameters())
+    else:
+        raise ValueError("no")
+
+def get_loader(rows, rank):
+    "A loader with a distributed sampler."
+    sampler = DistributedSampler(rows)
+    return DataLoader(rows, sampler=sampler)
+
+def main(local_rank, args, lora_rank):
+    rank = int(os.environ["SLURM_PROCID"]) + local_rank
+    torch.cuda.set_device(local_rank)
+    model = Net()
+    loader = get_loader(Dataset(args["lora_rank"]), rank)
+    model = FSDP(model)
+    optimizer = get_optimizer(model, args)
+    scaler = make_scaler() if args["fp16"] else None
+    with profiler(args) as prof:
+        for epoch in range(3):
+            for at, batch in enumerate(loader):
+                last = (at + 1) % 4 == 0
+                with model.no_sync():
+                    loss = model(batch).loss / 4
+                    if scaler:
+                        scaler.scale(loss).backward()
+                    else:
+                        loss.backward()
+                if last:
+                    if scaler:
+                        scaler.step(optimizer)
+                        scaler.update()
+                    else:
+                        optimizer.step()
+                    optimizer.zero_grad()
+                if last and rank == 0:
+                    log_loss = sums[0] / sums[1]
+main(0, {}, 8)
+class Dataset(torch.utils.data.Dataset):
+    pass
+"""
+EARLY = ("    model = FSDP(model)\n    optimizer = get_optimizer(model, args)\n",)
+EARLY += ("    optimizer = get_optimizer(model, args)\n    model = FSDP(model)\n",)
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule"),
+    [
+        (("", ""), None),
+        (("                    optimizer.zero_grad()\n", ""), "no-zero-grad"),
+        ((".loss / 4", ".loss"), "loss-not-divided"),
+        (EARLY, "optimizer-before-sharding"),
+        (("    sampler = DistributedSampler(rows)\n    return DataLoader(rows, sampler=sampler)",
+          "    return DataLoader(rows, shuffle=True)"), "no-sampler"),
+    ],
+)  # fmt: skip
+def test_a_real_loop_has_helpers_contexts_and_two_ways_to_step(edit: tuple[str, str], rule: str) -> None:
+    assert edit[0] in LOOP
+    rules = {one for one, _ in found(LOOP.replace(*edit))} - {"undefined-name", "sampler-without-set-epoch"}
+    assert rules == ({rule} if rule else set())
+
+
+@pytest.mark.parametrize("loop", ["enumerate(loader)", "tqdm(enumerate(loader))"])
+def test_a_loop_goes_over_a_loader_by_another_name(loop: str) -> None:
+    text = f"""import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+accelerator = Accelerator()
+loader = DataLoader(rows, batch_size=4, shuffle=True)
+optimizer = torch.optim.AdamW(Net().parameters())
+optimizer, other = accelerator.prepare(optimizer, other)
+steps = {loop}
+for at, batch in steps:
+    accelerator.backward(other(batch))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    missing, given = ("not-prepared", 5), text.replace("optimizer, other", "optimizer, loader, other", 1)
+    assert missing in found(text, head="")
+    assert missing not in found(given, head="")
+    assert missing not in found(text.replace("in steps", "in held"), head="")
+
+
+def test_an_if_fills_a_dict_of_arguments() -> None:
+    text = """from transformers import AutoModelForCausalLM, Trainer
+import argparse
+p = argparse.ArgumentParser()
+p.add_argument("--split", action="store_true")
+args = p.parse_args()
+kwargs = {"device_map": None}
+if %s:
+    kwargs["device_map"] = "auto"
+model = AutoModelForCausalLM.from_pretrained("gpt2", **kwargs)
+Trainer(model=model).train()
+"""
+    shell = read("torchrun --nproc_per_node 4 train.py", "run.sh")
+    for test, wrong in (("not args.split", True), ("args.split", False), ("other()", False)):
+        checked = check(Setup(documents=(read(text % test, "train.py"), shell)))
+        assert ("device-map-and-processes" in {one.rule for one in checked.findings}) is wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "o = make(net)\nfor b in DataLoader(rows):\n    o_optim.step()\n    net(b).backward()",
+            "o_optim is",
+        ),
+        (
+            "optimizer = make()\nfor b in DataLoader(rows):\n    net(b).backward()\n    optimizer.step()",
+            "make() is",
+        ),
+        (
+            "def each(rows):\n    for r in rows:\n        yield r\n"
+            "optimizer = torch.optim.Adam(p)\n"
+            "for b in each(rows):\n    net(b).backward()\n    optimizer.step()",
+            "each() is",
+        ),
+        (
+            "optimizer = torch.optim.Adam(p)\n"
+            "for b in DataLoader(r):\n    net(b).backward()\n    optimizer.step()",
+            "",
+        ),
+        (
+            "e, o, loader, _ = deepspeed.initialize(m)\nfor b in loader:\n    e.backward(e(b))\n    e.step()",
+            "",
+        ),
+    ],
+)
+def test_a_loop_that_is_not_followed_is_named(text: str, said: str) -> None:
+    lines = unreached(Setup(documents=(read(HEAD + text, "train.py"),)))
+    line = HEAD.count("\n") + text[: text.index("for b in")].count("\n") + 1
+    end = "not followed): zero_grad, sampler, loss division"
+    assert lines == ([f"the loop at train.py:{line} ({said} {end}"] if said else [])
+
+
+def test_settings_in_a_file_that_is_not_there_are_not_read() -> None:
+    shell = read("llamafactory-cli train saves/mine.yaml\n", "run.sh")
+    (said,) = unreached(Setup(documents=(shell,)))
+    assert said == "the settings in saves/mine.yaml of run.sh: no such file was read"
+    mine = read("output_dir: x\nper_device_train_batch_size: 1\n", "elsewhere/mine.yaml")
+    assert not unreached(Setup(documents=(shell, mine)))

@@ -194,7 +194,9 @@ def accelerate_offload_and_stage(document: Document, _: Setup) -> Iterator[Hit]:
         key = (DS, name)
         if stage is not None and stage < least and document.get(*key) not in (None, "none"):
             what = f"at stage {stage} it is silently ignored"
-            yield Hit(key, what, f"zero_stage: {least}, or {name}: none", (Put(key, "none"),))
+            yield Hit(
+                key, what, f"zero_stage: {least}, or {name}: none"
+            )  # which of them, only the owner knows
     for name in ("optimizer", "param"):
         key, path = (DS, f"offload_{name}_device"), f"offload_{name}_nvme_path"
         if document.get(*key) == "nvme" and document.get(DS, path) in (None, "none"):

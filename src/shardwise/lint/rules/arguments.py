@@ -28,6 +28,8 @@ _ARGUMENTS = toml_file("arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
 _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
+_ROWS = ("eval_dataset", None)  # None: `**rest`
+_EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
 NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
@@ -69,6 +71,39 @@ def _imported(document: Document) -> set[str]:
     found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom) and one.module)
     mine = [one for one in found if not one.level and str(one.module).partition(".")[0] in _PACKAGES]
     return {alias.name for one in mine for alias in one.names}  # `tree_of` calls them so
+
+
+@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
+def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer's arguments stop with a ValueError."""
+    started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
+    every = started and document.syntax == "python"
+    groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
+    trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
+    rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
+    for given, line in groups:
+        if given.get("bf16") is given.get("fp16") is True:
+            what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
+            yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)
+        both = given["save_strategy"], given.get("evaluation_strategy", given["eval_strategy"])
+        save, evaluate = (str(one).rpartition(".")[2].lower() for one in both)  # also of SaveStrategy.STEPS
+        if (len(groups), len(trainers), rows) == (1, 1, []) and evaluate in ("steps", "epoch"):
+            what = f"it is {evaluate}, and the Trainer gets no `eval_dataset`: ValueError"
+            yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
+        steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
+        apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
+        asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
+        if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
+            what = (
+                f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
+            )
+            yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
+        known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
+        if known and (save != evaluate or apart):
+            what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
+            what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
+            fix = "the same save_ and eval_strategy and steps"
+            yield Hit(("load_best_model_at_end",), what, fix, line=line)
 
 
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.10: the classes of arguments")
@@ -295,14 +330,15 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("note", "check reads files and runs nothing")
-def unknown_tool(document: Document, _: Setup) -> Iterator[Hit]:
+def unknown_tool(document: Document, setup: Setup) -> Iterator[Hit]:
     """The settings of some tools are not read."""
-    found = unread_tool(document)
+    found, name = unread_tool(document), re.escape(Path(document.name).stem)
+    part = re.search(rf"^ *(from|import) [\w., ]*\b{name}\b", setup.scripts, re.MULTILINE)  # of another file
     empty = not document.values if document.syntax != "python" else not (document.values or document.uses)
     if found:
         what = f"the settings of {found} are not read: no rule judged them"
         yield Hit((), what, "a look at its own checks")
-    elif empty:
+    elif empty and not part:
         yield Hit((), "no setting of this file is known to check", "name the file with the settings, too")
 
 

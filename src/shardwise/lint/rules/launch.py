@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.lint.document import Document
+from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
 from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
@@ -135,7 +136,9 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"{file} has no flag `--{written[0]}`: it stops with `unrecognized arguments`"
             other = _BEFORE if name in before else "remove it, or add it to the parser"
             fix = f"did you mean `--{near}`?" if near and name not in before else other
-            yield Hit((name,), what, fix)
+            sure = name not in before and near and near == closest(written[0], known, least=0.85)
+            changes = (Rename((written[0],), str(near), document.line((name,))),) if sure else ()
+            yield Hit((name,), what, fix, changes)
     absent = [f"--{name}" for name in sorted(missing)] if not document.has(OPEN) else []
     absent += _places_without_a_word(document, script) if known and script else []
     if absent:

@@ -8,10 +8,20 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.branches import branches
-from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within, zero_stage
+from shardwise.lint.rules.training import (
+    calls,
+    is_optimizer,
+    known_values,
+    tree_of,
+    values_of,
+    within,
+    zero_stage,
+)
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_text import UNDEFINED
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -35,6 +45,7 @@ _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
+_NEGATES = re.compile(r"(is|==) None$|^not |!= 3$|< 3$")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
 _NEW = re.compile(
     r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
@@ -219,7 +230,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
-            held = any(owner in (to, model) and said in below for _, to, model, below in parts)
+            held = any(owner and owner in (to, model) and said in below for _, to, model, below in parts)
             certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
             if (held or (waits and certain)) and all(one.arg != "group" for one in call.keywords):
                 found[call.lineno] = said, where
@@ -238,6 +249,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
     made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
+    known = known_values(document, setup)
     trainers = [call for call in within(*nodes[:1]) if ast.unparse(call.func).endswith("Trainer")]
     given_to = [(one.value, call) for call in trainers for one in call.keywords if one.arg == "model"]
     given_to += [(one, call) for call in trainers for one in call.args[:1]]
@@ -255,14 +267,29 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
         by_trainer |= any(trained.get(name, call.lineno) < call.lineno for name in saved)
         given = _INITIALIZE in sources or accelerated
         if given and "clip_grad_norm_(" in text:
-            what = "nothing is clipped: under ZeRO the parameters have no gradients after backward"
-            yield Hit((), what, '"gradient_clipping": 1.0 in the DeepSpeed file', line=call.lineno)
+            what, fix = "under ZeRO the parameters have no gradients after backward", "remove it"
+            if file := next((one for one in setup.of("deepspeed") if one.get("gradient_clipping")), None):
+                what = f"this call does nothing: {what}; {file.name} clips at {file.get('gradient_clipping')}"
+                yield Hit((), what, fix, severity="warning", line=call.lineno)
+            else:
+                fix = '"gradient_clipping": 1.0 in the DeepSpeed file'
+                yield Hit((), f"nothing is clipped: {what}", fix, line=call.lineno)
+        elif not known.flow.runs(call) or any(_elsewhere(*one, known) for one in known.flow.taken(call)):
+            continue
         elif stage == 3 and (given or by_trainer) and not _GATHERS.search(document.text):
             what = "ZeRO-3 shards the weights: the model's tensors are empty, and so are the saved ones"
             fix = "trainer.save_model" if by_trainer else "engine.save_16bit_model"
             fix += " in all processes, with stage3_gather_16bit_weights_on_model_save"
             fix = "state_dict=accelerator.get_state_dict(model), in all processes" if accelerated else fix
             yield Hit((), what, fix, line=call.lineno)
+
+
+def _elsewhere(test: ast.expr, held: bool, known: Values) -> bool:
+    """Whether a branch is for another stage than 3, or for weights that were not gathered before."""
+    places = (one for one in ast.walk(test) if isinstance(one, ast.Name | ast.Attribute))
+    meant = " ".join([said := ast.unparse(test), *(ast.unparse(known.meant(one)) for one in places)])
+    about = known.value(test) == UNKNOWN and bool(re.search("(?i)state_dict|zero|stage", meant))
+    return about and held is (_NEGATES.search(said) is not None)
 
 
 def _accumulated(document: Document) -> str:

@@ -11,15 +11,17 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of
+from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import options
+from shardwise.lint.script_run import own_parts
 from shardwise.lint.setup import Setup
 
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
 _REMOVED = dict(word.split("=") for word in names("removed_imports"))
+_LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 
@@ -62,6 +64,44 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
                 if ast.unparse(made).endswith("LoraConfig"):
                     fix = f"get_peft_model(model, {name}), or peft_config={name} of TRL's trainer"
                     yield Hit((), fix=fix, line=node.lineno)
+
+
+@training_rule("error", "peft/utils/other.py: prepare_model_for_kbit_training; read in 0.21")
+def adapters_are_frozen(document: Document, _: Setup) -> Iterator[Hit]:
+    """`prepare_model_for_kbit_training` freezes all parameters: after get_peft_model also the adapters."""
+    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    flow, later = values_of(document).flow, re.search(r"requires_grad(_\(|\s*= *True)", document.text)
+    for call in calls(document, "prepare_model_for_kbit_training") if not later else ():
+        model = ast.unparse(call.args[0]) if call.args else ""
+        before = [one for one in made if ast.unparse(one.targets[0]) == model and one.lineno < call.lineno]
+        last = max(before, key=lambda one: one.lineno, default=None)
+        if last and re.search(r"get_peft_model\(", ast.unparse(last.value)) and not flow.apart(last, call):
+            yield Hit((), fix="call it before get_peft_model", line=call.lineno)
+
+
+@training_rule("error", "the language: UnboundLocalError")
+def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
+    """A function reads a name before it gives it a value."""
+    flow, functions = values_of(document).flow, ast.walk(tree_of(document))
+    for function in (one for one in functions if isinstance(one, ast.FunctionDef)):
+        names_ = [one for one in own_parts(function) if isinstance(one, ast.Name)]
+        first = dict[str, Any]()
+        for one in sorted(names_, key=lambda one: -one.lineno):
+            first |= {} if isinstance(one.ctx, ast.Load) else {one.id: flow.statement(one)}
+        for part in ast.walk(function):  # what imports, arguments, handlers and `global` bind
+            bound = [getattr(part, "name", None), getattr(part, "arg", None), *getattr(part, "names", [])]
+            first = {name: by for name, by in first.items() if name not in bound}
+        for one in (one for one in names_ if isinstance(one.ctx, ast.Load) and one.id in first):
+            by: Any = flow.statement(one)
+            early = one.lineno < first[one.id].lineno or by is first[one.id]
+            maybe = any(isinstance(part, ast.IfExp | ast.BoolOp) for part in ast.walk(by))
+            simple = isinstance(by, ast.Assign | ast.Expr | ast.Return) and flow.block(by) is function
+            if early and simple and not maybe and "except" not in document.text:
+                line = first[one.id].lineno
+                what = (
+                    f"`{one.id}` gets its first value in line {line} of `{function.name}`: UnboundLocalError"
+                )
+                yield Hit((), what, f"give `{one.id}` a value, or take it as an argument", line=one.lineno)
 
 
 @training_rule("error", "axolotl/utils/schemas/validation.py: Can't load qlora in 8bit; Require load_in_4bit")
@@ -161,6 +201,12 @@ def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((name,), what, "constant_with_warmup", line=at)
         more = given.get("lr_scheduler_kwargs")
         least: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
+        silent = "**" not in given and not (line is None and "lr_scheduler_kwargs" in setup.scripts)
+        if silent and kind.endswith("with_min_lr") and (more is None or least) and not _LEAST & {*least}:
+            what = "ValueError `One of min_lr or min_lr_rate should be set through the `lr_scheduler_kwargs``"
+            at = line or document.line(("lr_scheduler_type",))
+            fix = '"min_lr_rate": 0.1 in lr_scheduler_kwargs'
+            yield Hit(("lr_scheduler_type",), what, fix, severity="error", line=at)
         share, lowest = as_number(least.get("min_lr_rate")), as_number(least.get("min_lr"))
         if share is not None and 0 < share < _RATIO:
             what = f"`min_lr_rate` is a share of the highest rate: {share:g} of it is nearly 0"

@@ -15,8 +15,8 @@ from shardwise.lint.setup import Setup
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
 _MAP_STYLE, _DIVIDED = (re.compile("|".join(names(one))) for one in ("rows_by_number", "divides_rows"))
 _ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
-    r"\w\[[^\]=]*rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
-    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*rank\b(?! ==)",
+    r"\w\[[^\]=]*(?<!lora_)rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
+    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*(?<!lora_)rank\b(?! [=!]=)",
 )
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
 _CHOOSES = re.compile(
@@ -27,9 +27,9 @@ _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
 _EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
-    r"(?m)^( *)([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n((?:\1.*\n|\n)*?)"
+    r"(?m)^( *?) *([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n(?=((?:\1.*\n|\n)*?)"
     r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b"
-    r"(?!.*use_orig_params=(?!False))"
+    r"(?!.*use_orig_params=(?!False)))"
 )
 _SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
 _OF_ONE = re.compile(
@@ -68,16 +68,16 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     engine = own == {"deepspeed.initialize"} and distributed(setup)
     map_style = _MAP_STYLE.search(program)
     wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
-    used = re.sub(r"^\s*(from|import)\b.*$", "", program, flags=re.MULTILINE)
+    used = re.sub(r"^\s*((from|import)\b|[\w.]*rank = ).*$", "", program, flags=re.MULTILINE)
     divided = _DIVIDED.search(used) or _of_a_library(document)
     for name in (
         re.findall(r"^ *([\w.]+) = [\w.]*DistributedSampler\(", program, re.MULTILINE) if loads else ()
     ):
-        if not re.search(rf"(return |[=(,\[] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
+        if not re.search(rf"(return |[=(,\[:] ?){re.escape(name)}\b(?! =|\.set_epoch)", program):
             what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
             at = document.text.index(f"{name} = ")
             yield Hit((), what, f"DataLoader(..., sampler={name})", line=line_at(document.text, at))
-    if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(program)):
+    if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(used)):
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
         fix += ", or training_data= in deepspeed.initialize" if own else ", without shuffle=True"
@@ -85,12 +85,12 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @loop_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")
-def sampler_without_set_epoch(document: Document, _: Setup) -> Iterator[Hit]:
+def sampler_without_set_epoch(document: Document, setup: Setup) -> Iterator[Hit]:
     """A DistributedSampler shuffles by its epoch: without `set_epoch` every epoch has the same order."""
     made = [one for one in calls(document, "DistributedSampler") if not _FIXED_ORDER.search(ast.unparse(one))]
     epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
     sets = re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text) or _of_a_library(document)
-    if made and epochs and not sets:
+    if made and epochs and not sets and ".set_epoch(" not in setup.scripts:
         fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
         yield Hit((), fix=fix, line=made[0].lineno)
 
@@ -167,13 +167,15 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     if not prepared:
         return
     made = made_by(document)
-    parts = [(one, "model", place) for place, one in _TRAINED.findall(text)]
-    parts += [(one, "optimizer", one) for one in made if is_optimizer(made[one]) and f"{one}.step" in text]
-    loops = " ".join(re.findall(r"^ *for .* in (.*):$", text, re.MULTILINE))
+    named = [(one, "model", place) for place, one in _TRAINED.findall(text)]
+    named += [(one, "optimizer", one) for one in made if is_optimizer(made[one]) and f"{one}.step" in text]
+    iterated = (one.iter for one in ast.walk(tree_of(document)) if isinstance(one, ast.For))
+    parts = [part for loop in iterated for part in ast.walk(loop)]
+    loops = " ".join(ast.unparse(one) for part in parts for one in (part, values_of(document).meant(part)))
     loaders = [one for one in made if made[one].endswith("DataLoader") and not _HELD_OUT.search(one)]
     if "Sampler" not in text:
-        parts += [(one, "DataLoader", one) for one in loaders if re.search(rf"\b{one}\b", loops)]
-    for name, kind, place in parts:
+        named += [(one, "DataLoader", one) for one in loaders if re.search(rf"\b{one}\b", loops)]
+    for name, kind, place in named:
         bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"
         line = re.search(rf"^[ \t]*{place} *=", document.text, re.MULTILINE)
         places = {document.at(line_at(text, one.start())) for one in re.finditer(bound, text, re.MULTILINE)}

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
 from shardwise.lint.rules.loop import made_by, stepped
-from shardwise.lint.rules.training import is_optimizer, tree_of
+from shardwise.lint.rules.training import is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
+_STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
+_MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
 
 class _Run(NamedTuple):
@@ -27,7 +29,7 @@ class _Loop(NamedTuple):
     """An innermost loop that trains: `backward`, the optimizer's step, and what the latter waits for."""
 
     runs: list[_Run]
-    text: str  # of the loop
+    text: str  # of the loop, without what it logs of the loss later
     backward: ast.Call
     every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
 
@@ -61,18 +63,49 @@ def _loops(document: Document) -> Iterator[_Loop]:
         if steps and backward:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
-            every = next((mod for test in waits for mod in _moduli(test)), None)
-            found.append(({run.call for run in runs}, _Loop(runs, ast.unparse(loop), backward, every)))
+            known = values_of(document)
+            every = next((mod for test in waits for mod in _moduli(known.meant(test))), None)
+            before_it, _, later = ast.unparse(loop).partition(".backward(")
+            text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
+            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
     for inside, one in found:
         if not any(other < inside for other, _ in found):
             yield one
+
+
+def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
+    """The innermost loops of which parts are not known: the line, and what does not show them."""
+    program, made, known = tree_of(document), made_by(document), values_of(document)
+    functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
+    kept = {one.name: text for one in functions if _STEPS.search(text := ast.unparse(one))}
+    for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
+        runs = [run.call for run in _runs(loop.body)]
+        within_it = any(isinstance(one, ast.For | ast.While) for part in loop.body for one in ast.walk(part))
+        said = [ast.unparse(one.func).rpartition(".")[2] for one in runs]
+        if within_it or not any(one == "backward" or ".backward(" in kept.get(one, "") for one in said):
+            continue
+        rows = known.meant(loop.iter) if isinstance(loop, ast.For) else ast.Constant(None)
+        loaders = [ast.unparse(one) for one in ast.walk(rows) if isinstance(one, ast.Name | ast.Attribute)]
+        steps = [
+            one
+            for one in map(stepped, runs)
+            if "optim" in one.lower() and not is_optimizer(made.get(one, ""))
+        ]
+        loads = [one for one in loaders if "load" in one.lower() and "DataLoader(" not in ast.unparse(rows)]
+        unknown = (
+            one for one in (*steps, *loads) if not re.search(_MAKES.format(re.escape(one)), document.text)
+        )
+        open_ = [f"{one}()" for one in (*said, *loaders) if one in kept]
+        open_ += [f"{made[one]}()" if one in made else one for one in unknown]
+        if open_:
+            yield loop.lineno, [*dict.fromkeys(open_)]
 
 
 def _of_optimizer(name: str, made: dict[str, str]) -> bool:
     return bool(name) and (is_optimizer(made.get(name, "")) or "optim" in name.lower())
 
 
-def _moduli(test: ast.expr) -> Iterator[ast.expr]:
+def _moduli(test: ast.AST) -> Iterator[ast.expr]:
     mods = (one for one in ast.walk(test) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod))
     return (one.right for one in mods)
 

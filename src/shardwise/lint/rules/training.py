@@ -37,7 +37,6 @@ _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
-_ROWS = ("eval_dataset", None)  # None: `**rest`
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
@@ -69,20 +68,27 @@ def _program(text: str) -> ast.Module:
 _values = lru_cache(maxsize=8)(Values)
 
 
-def known_values(document: Document, setup: Setup) -> Values:
-    """The same with the flags of a script's commands, and the defaults of flags and parameters."""
+def known_values(document: Document, setup: Setup, config: Document | None = None) -> Values:
+    """The same with the flags of a script's commands, and the defaults of flags and parameters.
+
+    `config`: the file that the script loads; else the first DeepSpeed file.
+    """
     last, flags = Path(document.name).name, dict[str, Any]()
     commands = [one for one in setup.of("training") if one.syntax == "shell"]
     mine = [one for one in commands if Path(str(one.get("script"))).name == last]
     for one in mine or commands:  # a script that no command starts is a module of the one that is started
         if one.syntax == "shell":
             flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
-    return _valued(tree_of(document), json.dumps(flags, sort_keys=True, default=str))
+    config = config or next((one for one in setup.of("deepspeed") if one.syntax == "json"), None)
+    world, content = setup.world_size or "", config.values if config else None
+    given = json.dumps([flags, str(world), content], sort_keys=True, default=str)
+    return _valued(tree_of(document), given)
 
 
 @lru_cache(maxsize=8)
-def _valued(program: ast.Module, flags: str) -> Values:
-    return Values(program, Inputs(json.loads(flags)))
+def _valued(program: ast.Module, given: str) -> Values:
+    flags, world, content = json.loads(given)
+    return Values(program, Inputs(flags, {"WORLD_SIZE": world} if world else {}, content=content))
 
 
 def within(*nodes: ast.AST) -> Iterator[ast.Call]:
@@ -113,6 +119,9 @@ def distributed(setup: Setup) -> bool:
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
     key, value = ("device_map",), document.get("device_map")
+    for call in calls(document, "from_pretrained") if value is None else ():  # in a dict that an `if` fills
+        given = known_values(document, setup).arguments(call).get(key, (0, None))[1]
+        value = None if given == UNKNOWN else given
     if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
@@ -131,11 +140,14 @@ def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     for call in calls(document, "from_pretrained"):
         loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
         given = values_of(document).arguments(call) if loads else {}
-        for name in gone.keys() & {key[0] for key in given}:
-            what = f"from_pretrained of transformers 5 has no `{name}`, whatever its value: TypeError"
-            line, value = given[name,]
-            maybe = value == UNKNOWN and name not in {one.arg for one in call.keywords}
-            yield Hit((name,), what, gone[name], severity="warning" if maybe else None, line=line)
+        found = [name for name in gone if (name,) in given]
+        written = [name for name in found if name in {one.arg for one in call.keywords}]
+        sure = written or [name for name in found if given[name,][1] != UNKNOWN]
+        if found:
+            what = f"from_pretrained of transformers 5 has no {', '.join(f'`{name}`' for name in found)}"
+            fix = "; ".join(f"{name}: {gone[name]}" if len(found) > 1 else gone[name] for name in found)
+            first, what = (sure or found)[0], f"{what}, whatever the value: TypeError"
+            yield Hit((first,), what, fix, severity=None if sure else "warning", line=given[first,][0])
 
 
 @training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
@@ -286,7 +298,9 @@ def given_to_trainers(
             groups.append((_DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
-        groups.append((dict.fromkeys(_DEFAULTS) | {**document.values}, None))
+        open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
+        defaults: dict[str, Any] = {name: None if open_ else value for name, value in _DEFAULTS.items()}
+        groups.append((defaults | {**document.values}, None))
     return groups
 
 
@@ -298,7 +312,8 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
             word = given.get(name)
             if not isinstance(word, str) or "." in word or word in known.split():
                 continue  # such as `SchedulerType.COSINE`
-            earlier, near = word in names("earlier_optimizers"), closest(word, known.split())
+            earlier = word in names("earlier_optimizers")
+            near = closest(word.replace("_hf", "_torch"), known.split())
             what = f"transformers 5.23 has no {name} {word!r}: ValueError"
             what += ". Earlier versions had it" * earlier
             fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known.split())}"
@@ -368,28 +383,3 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     elif _OF_FRAMEWORKS & document.values.keys():
         what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
-
-
-@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
-def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer's arguments stop with a ValueError."""
-    groups = [one for one in given_to_trainers(document, setup) if "**" not in one[0]]
-    trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
-    rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
-    for given, line in groups:
-        if given.get("bf16") is given.get("fp16") is True:
-            what = "ValueError `At most one of fp16 and bf16 can be True, but not both`"
-            yield Hit(("fp16",), what, "keep bf16 (Ampere and later), which needs no loss scaling", line=line)
-        both = given["save_strategy"], given.get("evaluation_strategy", given["eval_strategy"])
-        save, evaluate = (str(one).rpartition(".")[2].lower() for one in both)  # also of SaveStrategy.STEPS
-        if (len(groups), len(trainers), rows) == (1, 1, []) and evaluate in ("steps", "epoch"):
-            what = f"it is {evaluate}, and the Trainer gets no `eval_dataset`: ValueError"
-            yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
-        steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
-        apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
-        known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
-        if known and (save != evaluate or apart):
-            what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
-            what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
-            fix = "the same save_ and eval_strategy and steps"
-            yield Hit(("load_best_model_at_end",), what, fix, line=line)
