@@ -187,7 +187,7 @@ def _fits(flag: str, value: str) -> bool:
     """Whether a word after a script's flag is its value."""
     if flag == "deepspeed":
         return value.endswith(".json") or "$" in value or re.match("(default-)?zero[0-3]", value) is not None
-    return flag not in ("bf16", "fp16") or value.lower() in ("true", "false")
+    return flag not in ("bf16", "fp16") or re.fullmatch("(?i)true|false|yes|no|[tfyn01]", value) is not None
 
 
 def _full(launcher: str, flag: str) -> str:

@@ -30,6 +30,7 @@ rows = load_dataset("json", data_files=find(), split="train")
 SFTTrainer(model=model, args=SFTConfig("o"), train_dataset=rows).train()
 """
 OWN = "not said by the files, so shardwise's own: "
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\n"
 YAML = "model_name_or_path: a/b\nper_device_train_batch_size: 2\n"
 HEAD = "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
 LOADER = """\
@@ -335,6 +336,33 @@ CASES: dict[str, Case] = {
         {"optimizer.weight_decay": None},
         ("AdamW.weight_decay: its value could not be read",),
         (),
+    ),
+    "steps are more than epochs": (
+        {"a.yaml": f"{AXOLOTL}fsdp_config: null\nmax_steps: 20\nnum_epochs: 5\n"},
+        {"train.steps": 20, "train.epochs": None},
+        ("left out: a.yaml: num_epochs (line 5): max_steps 20 says how long to train, whatever the epochs",),
+        (),
+    ),
+    "also beside FSDP's settings": (
+        {"a.yaml": f"{AXOLOTL}fsdp_config:\n  fsdp_version: 2\nmax_train_steps: 20\nnum_epochs: 5\n"},
+        {"train.steps": 20, "train.epochs": None, "strategy.engine": "fsdp2"},
+        (),
+        ("conflict",),
+    ),
+    "numbers and letters are switches for HfArgumentParser": (
+        {
+            "run.sh": "torchrun --nproc_per_node 2 train.py --gradient_checkpointing 1 --bf16 0 --fp16 yes --output_dir o\n",
+            "train.py": TRAINER,
+        },
+        {"train.checkpointing": "full", "train.precision": "fp16"},
+        (),
+        ("nothing in a job file",),
+    ),
+    "and in its file": (
+        {"a.yaml": f"{YAML}gradient_checkpointing: 0\npacking: t\nload_in_4bit: n\neval_strategy: 'no'\n"},
+        {"train.checkpointing": "none", "data.packing": True, "model.quantization": None},
+        (),
+        ("nothing in a job file",),
     ),
     "clipping below zero is none": (
         {"a.yaml": f"{YAML}max_grad_norm: -1\n"},

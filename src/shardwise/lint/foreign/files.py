@@ -11,7 +11,7 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import NO_KEY, TABLE, targets
+from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
@@ -128,8 +128,10 @@ def _refuse(document: Document, texts: str) -> None:
 
 
 def _in_full(command: Document, options: set[str]) -> Document:
-    """The command with the full names of flags: argparse takes their beginnings."""
+    """The command with the full names of flags, as argparse takes their beginnings; switches are bool."""
     values, marks, flags = dict(command.values), dict(command.marks), set(command.flags)
+    if command.kind == "training" and command.syntax != "python":
+        values = {key: switched(key, value) for key, value in values.items()}
     for flag in command.flags - options if options else ():
         full = [name for name in options if name.startswith(flag)]
         if len(full) == 1 and flag in values and flag not in _ARGUMENTS and full[0] not in values:
