@@ -364,6 +364,24 @@ CASES: dict[str, Case] = {
         (),
         ("nothing in a job file",),
     ),
+    "an empty variable before a launcher": (
+        {
+            "run.sh": "WANDB_API_KEY= torchrun --nproc_per_node 4 train.py --output_dir o\n",
+            "train.py": TRAINER,
+        },
+        {"train.global_batch": 32},
+        (),
+        ("no file says how many",),
+    ),
+    "among other variables": (
+        {
+            "run.sh": "HF_HOME=./c HF_TOKEN= WANDB_API_KEY= NPROC_PER_NODE=2 \\\n    "
+            + SWIFT.format("sft", "d.jsonl --gradient_accumulation_steps 1")
+        },
+        {"train.global_batch": 2, "train.micro_batch": 1},
+        (),
+        ("no file says how many",),
+    ),
     "clipping below zero is none": (
         {"a.yaml": f"{YAML}max_grad_norm: -1\n"},
         {"optimizer.clip_norm": 0},
