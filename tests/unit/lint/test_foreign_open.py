@@ -90,6 +90,25 @@ def train(model, loader, optimizer, gradient_accumulation_steps, train_config):
             if (step + 1) % gradient_accumulation_steps == 0:
                 optimizer.step()
 """
+IDLE = (
+    HEAD
+    + """\
+import torch
+def train(model, data):
+    more = TrainingArguments("o", per_device_train_batch_size=4, gradient_checkpointing=True, fp16=True, optim="adafactor")
+    Trainer(model, more, train_dataset=data["train"]).train()
+def loop(model, data):
+    rows = torch.utils.data.DataLoader(data["train"], batch_size=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    model.train()
+    for epoch in range(8):
+        for batch in rows:
+            model(**batch).loss.backward()
+            optimizer.step()
+data = find()
+{call}
+"""
+)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 CASES: dict[str, Case] = {
@@ -381,6 +400,30 @@ CASES: dict[str, Case] = {
         {"train.global_batch": 2, "train.micro_batch": 1},
         (),
         ("no file says how many",),
+    ),
+    "a function that is not called says nothing": (
+        {"train.py": IDLE.format(call="# train(m, data)\nloop(m, data)")},
+        {"train.micro_batch": 1, "train.precision": "fp32", "train.epochs": 8, "train.checkpointing": None},
+        ("assumed, as a loop",),
+        ("conflict", "adafactor", "as the Trainer does", "not understood"),
+    ),
+    "one that is called does": (
+        {"train.py": IDLE.format(call="train(m, data)")},
+        {"train.micro_batch": 4, "train.precision": "fp16"},
+        ("trained with AdamW",),
+        ("conflict", "as a loop"),
+    ),
+    "without another training all count": (
+        {"train.py": IDLE.format(call="")},
+        {"train.precision": "fp16"},
+        (),
+        (),
+    ),
+    "another file calls it": (
+        {"start.py": "from rows import train\ntrain(m, d)\n", "rows.py": IDLE.format(call="loop(m, data)")},
+        {"train.precision": "fp16"},
+        ("conflict",),
+        (),
     ),
     "clipping below zero is none": (
         {"a.yaml": f"{YAML}max_grad_norm: -1\n"},

@@ -18,6 +18,7 @@ from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
+from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
@@ -29,6 +30,7 @@ _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
 _ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
+_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
@@ -41,6 +43,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
+    documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
         _refuse(one, texts)
@@ -78,6 +81,25 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         said += [f"{lost} {one.name}:{one.first}" for one in inner]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _called(script: Document, documents: Sequence[Document]) -> Document:
+    """The script without the functions that no file calls, where the rest of it trains."""
+    body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
+    plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
+    idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
+    reached = [one for one in body if one not in idle.values()]
+    for one in reached:  # which grows by what each part calls
+        loaded = [part for part in ast.walk(one) if isinstance(getattr(part, "ctx", None), ast.Load)]
+        used = dict.fromkeys(part.id for part in loaded if isinstance(part, ast.Name))
+        reached += [idle.pop(name) for name in used if name in idle]
+    if not idle or not any(_LEARNS.search(ast.unparse(one)) for one in reached):
+        return script
+    rows = script.text.split("\n")
+    for function in idle.values():
+        last = function.end_lineno or function.lineno
+        rows[function.lineno - 1 : last] = [""] * (last - function.lineno + 1)
+    return replace(read_python("\n".join(rows), script.name), cells=script.cells, marked=script.marked)
 
 
 def _own_trainers(script: Document, texts: str) -> Iterator[str]:
