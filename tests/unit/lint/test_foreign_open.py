@@ -425,6 +425,18 @@ CASES: dict[str, Case] = {
         ("conflict",),
         (),
     ),
+    "LLaMA-Factory's rows are those of each of several datasets": (
+        {"a.yaml": f"{YAML}template: llama3\ndataset: c/d,e/f\nmax_samples: 500\n"},
+        {"data.train": ["c/d", "e/f"], "data.max_samples": None},
+        ("to do: a.yaml:5: max_samples: 500 rows: prepare files with so many rows of each",),
+        (),
+    ),
+    "and those of the only one": (
+        {"a.yaml": f"{YAML}template: llama3\ndataset: c/d\nmax_samples: 500\n"},
+        {"data.train": "c/d", "data.max_samples": 500},
+        (),
+        ("max_samples",),
+    ),
     "clipping below zero is none": (
         {"a.yaml": f"{YAML}max_grad_norm: -1\n"},
         {"optimizer.clip_norm": 0},
