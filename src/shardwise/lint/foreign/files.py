@@ -90,16 +90,13 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
     reached = [one for one in body if one not in idle.values()]
     for one in reached:  # which grows by what each part calls
-        loaded = [part for part in ast.walk(one) if isinstance(getattr(part, "ctx", None), ast.Load)]
-        used = dict.fromkeys(part.id for part in loaded if isinstance(part, ast.Name))
-        reached += [idle.pop(name) for name in used if name in idle]
+        used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
+        reached += [idle.pop(name) for name in used & idle.keys()]
     if not idle or not any(_LEARNS.search(ast.unparse(one)) for one in reached):
         return script
-    rows = script.text.split("\n")
-    for function in idle.values():
-        last = function.end_lineno or function.lineno
-        rows[function.lineno - 1 : last] = [""] * (last - function.lineno + 1)
-    return replace(read_python("\n".join(rows), script.name), cells=script.cells, marked=script.marked)
+    gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+    text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
+    return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
 
 
 def _own_trainers(script: Document, texts: str) -> Iterator[str]:

@@ -64,8 +64,8 @@ def switched(key: str, value: Any) -> Any:
     at = json_schema.at(tuple(rule.split("."))) if isinstance(rule, str) else ()
     kinds = rule.keys() if isinstance(rule, Mapping) else {one.get("type") for one in at}
     word = str(value).lower()
-    own = isinstance(rule, Mapping) and word in rule  # `eval_strategy: no`
-    return word in _ON if kinds & _SWITCH and not own and word in (*_ON, *_OFF) else value
+    other = word not in (*_ON, *_OFF) or word in kinds  # `eval_strategy: no`
+    return word in _ON if kinds & _SWITCH and not other else value
 
 
 def lacks_number(key: str, value: Any) -> bool:
