@@ -119,7 +119,7 @@ def _notebook(text: str, name: str) -> Document:
 
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
-    keys = set(values)
+    keys = {key for key, value in values.items() if value is not None}  # `fsdp_config: null` says nothing
     if "model" in keys and ("data" in keys or "strategy" in keys) and len(keys - _JOB) < len(keys & _JOB):
         return "job"
     if keys & _ACCELERATE:

@@ -30,6 +30,7 @@ _TEMPLATE = re.compile(
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
+_CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
 _PRINTS = re.compile(r"(?i)print|log|warn|error|info|debug")
 _SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
     "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
@@ -131,9 +132,10 @@ class Settings:
                 self._call(node, self._called(node))
                 self._branch = False
             case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
-                held_out = _HELD_OUT.search(ast.unparse(node))
-                if self.calls and name_of(rows.func) == "range" and len(rows.args) == 1 and not held_out:
-                    self._put(self.known.entries(rows.args[0], ("select.range",), node.lineno))
+                key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
+                plain = name_of(rows.func) == "range" and len(rows.args) == 1
+                if self.calls and plain and self.known.runs(node):
+                    self._put(self.known.entries(rows.args[0], (key,), node.lineno))
             case ast.For() if self._loops:
                 self._loop(node)
             case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):
@@ -189,8 +191,8 @@ class Settings:
     def _call(self, call: ast.Call, last: str) -> None:
         self.uses.add(called := name_of(call.func))
         formats = [one.value for one in call.keywords if one.arg == "formatting_func"]
-        for one in call.args[:1] if last == "map" else formats:
-            self._text(self.known.meant(one))
+        for one in call.args[:1] if last in ("map", "filter") else formats:
+            self._text(self.known.meant(one), "filter" if last == "filter" else "text")
         if last in names("trainers") and self.calls:
             self._collator(call)
         said = self._given(call, last)
@@ -206,19 +208,22 @@ class Settings:
         else:
             self._of_a_job(call, last, said)
 
-    def _text(self, made: ast.AST) -> None:
-        """What text a function makes of a row, or of which field it is."""
+    def _text(self, made: ast.AST, kind: str) -> None:
+        """What text a function makes of a row, or of which field it is; or that it is a filter of rows."""
         if not self.calls or not isinstance(made, ast.FunctionDef | ast.Lambda):
             return
-        inner = [*ast.walk(made)]
+        inner, text = [*ast.walk(made)], ast.unparse(made)
+        chats = "apply_chat_template(" in text and {*_FIELD.findall(text)} <= _CHATS and "'role'" not in text
+        if kind == "text" and chats and not _TEMPLATE.search(text.replace("'text': ", "")):
+            return  # the chat template alone makes it, as in a job
         calls = [one for one in inner if isinstance(one, ast.Call)]
-        if _TEMPLATE.search(ast.unparse(made)):
+        if kind == "filter" or _TEMPLATE.search(text):
             shown = {part for one in calls if _PRINTS.search(ast.unparse(one.func)) for part in one.args}
             texts = [ast.unparse(one) for one in inner if isinstance(one, ast.JoinedStr) and one not in shown]
             made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
             texts += [str(self.known.value(one.value)) for one in made_of if one.attr == "format"]
             text = max(texts, key=len, default="")[:_LONGEST].replace("$", "")
-            self._put({(f"text by {getattr(made, 'name', 'a lambda')}",): (made.lineno, text)})
+            self._put({(f"{kind} by {getattr(made, 'name', 'a lambda')}",): (made.lineno, text)})
             return
         for one in calls:
             match one.args[:1]:

@@ -20,7 +20,7 @@ _S = r"(?:[ \t]|\\\n)"  # between words
 _STOP = r"(?!deepspeed|torchrun|accelerate|python|srun|\w+=)"
 _PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|stdbuf|setsid|nice|timeout)"
 _OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
-_BEFORE = rf"^{_S}*+(?:(?:\w++=\S++|{_PREFIX}{_OPTIONS}){_S}++)*+(?:srun\b[^\n]{{0,2000}}?{_S})?"
+_BEFORE = rf"^{_S}*+(?:(?:\w++=\S*+|{_PREFIX}{_OPTIONS}){_S}++)*+(?:srun\b[^\n]{{0,2000}}?{_S})?"
 _BEFORE += r"(?:(?:/bin/)?(?:ba)?sh[ \t]+-l?c[ \t]+[\"'])?"
 _RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
@@ -187,7 +187,7 @@ def _fits(flag: str, value: str) -> bool:
     """Whether a word after a script's flag is its value."""
     if flag == "deepspeed":
         return value.endswith(".json") or "$" in value or re.match("(default-)?zero[0-3]", value) is not None
-    return flag not in ("bf16", "fp16") or value.lower() in ("true", "false")
+    return flag not in ("bf16", "fp16") or re.fullmatch("(?i)true|false|yes|no|[tfyn01]", value) is not None
 
 
 def _full(launcher: str, flag: str) -> str:

@@ -148,7 +148,7 @@ def test_a_trainer_s_script_and_the_deepspeed_file_it_names(files: Path) -> None
     text = "\n".join(said)
     assert "changed: train.py: optim (line 7) `adafactor`: trained with AdamW, the only optimizer" in text
     assert "fp16.hysteresis" in text
-    assert "train.steps: train.steps and train.epochs both say how long to train" in text
+    assert "left out: train.steps and train.epochs both say how long to train" in text
     assert "wall_clock_breakdown (line 1): `shardwise bench --profile`" in text
     used = "ds.json:1: fp16.enabled (train.precision=fp16) is used"
     assert f"conflict: {used}, not train.py:6: bf16 (train.precision=bf16)" in text

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         "",
     ),
     "rows of equal length": (
-        {"train.py": f"{HEAD}{MODEL}def group_texts(examples):\n    return examples\n{TRAIN}"},
+        {"train.py": f"{HEAD}{MODEL}def group_texts(examples):\n    return examples\nrows = find().map(group_texts)\n{TRAIN}"},
         {"data.packing": True},
         "",
     ),

@@ -29,7 +29,16 @@ model = {0}.get_peft_model(model, r=16{1})
 rows = load_dataset("json", data_files=find(), split="train")
 SFTTrainer(model=model, args=SFTConfig("o"), train_dataset=rows).train()
 """
+UNSLOTH_TEMPLATE = (
+    UNSLOTH.replace(
+        "rows =",
+        "from unsloth.chat_templates import get_chat_template\ntokenizer = get_chat_template(tokenizer, {})\nrows =",
+    )
+    .replace("{0}", "FastModel")
+    .replace("{1}", "")
+)
 OWN = "not said by the files, so shardwise's own: "
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\n"
 YAML = "model_name_or_path: a/b\nper_device_train_batch_size: 2\n"
 HEAD = "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
 LOADER = """\
@@ -89,6 +98,35 @@ def train(model, loader, optimizer, gradient_accumulation_steps, train_config):
             if (step + 1) % gradient_accumulation_steps == 0:
                 optimizer.step()
 """
+IDLE = (
+    HEAD
+    + """\
+import torch
+def train(model, data):
+    more = TrainingArguments("o", per_device_train_batch_size=4, gradient_checkpointing=True, fp16=True, optim="adafactor")
+    Trainer(model, more, train_dataset=data["train"]).train()
+def loop(model, data):
+    rows = torch.utils.data.DataLoader(data["train"], batch_size=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5)
+    model.train()
+    for epoch in range(8):
+        for batch in rows:
+            model(**batch).loss.backward()
+            optimizer.step()
+data = find()
+{call}
+"""
+)
+TEMPLATED = (
+    HEAD
+    + """\
+def make(rows):
+    texts = [tokenizer.apply_chat_template(one, tokenize=False){1} for one in rows[{0}]]
+    return {{"text": texts}}
+d = find().map(make, batched=True)
+Trainer(m, TrainingArguments("o"), train_dataset=d)
+"""
+)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 CASES: dict[str, Case] = {
@@ -334,6 +372,196 @@ CASES: dict[str, Case] = {
         },
         {"optimizer.weight_decay": None},
         ("AdamW.weight_decay: its value could not be read",),
+        (),
+    ),
+    "steps are more than epochs": (
+        {"a.yaml": f"{AXOLOTL}fsdp_config: null\nmax_steps: 20\nnum_epochs: 5\n"},
+        {"train.steps": 20, "train.epochs": None},
+        ("left out: a.yaml: num_epochs (line 5): max_steps 20 says how long to train, whatever the epochs",),
+        (),
+    ),
+    "also beside FSDP's settings": (
+        {"a.yaml": f"{AXOLOTL}fsdp_config:\n  fsdp_version: 2\nmax_train_steps: 20\nnum_epochs: 5\n"},
+        {"train.steps": 20, "train.epochs": None, "strategy.engine": "fsdp2"},
+        (),
+        ("conflict",),
+    ),
+    "numbers and letters are switches for HfArgumentParser": (
+        {
+            "run.sh": "torchrun --nproc_per_node 2 train.py --gradient_checkpointing 1 --bf16 0 --fp16 yes --output_dir o\n",
+            "train.py": TRAINER,
+        },
+        {"train.checkpointing": "full", "train.precision": "fp16"},
+        (),
+        ("nothing in a job file",),
+    ),
+    "and in its file": (
+        {"a.yaml": f"{YAML}gradient_checkpointing: 0\npacking: t\nload_in_4bit: n\neval_strategy: 'no'\n"},
+        {"train.checkpointing": "none", "data.packing": True, "model.quantization": None},
+        (),
+        ("nothing in a job file",),
+    ),
+    "an empty variable before a launcher": (
+        {
+            "run.sh": "WANDB_API_KEY= torchrun --nproc_per_node 4 train.py --output_dir o\n",
+            "train.py": TRAINER,
+        },
+        {"train.global_batch": 32},
+        (),
+        ("no file says how many",),
+    ),
+    "among other variables": (
+        {
+            "run.sh": "HF_HOME=./c HF_TOKEN= WANDB_API_KEY= NPROC_PER_NODE=2 \\\n    "
+            + SWIFT.format("sft", "d.jsonl --gradient_accumulation_steps 1")
+        },
+        {"train.global_batch": 2, "train.micro_batch": 1},
+        (),
+        ("no file says how many",),
+    ),
+    "a function that is not called says nothing": (
+        {"train.py": IDLE.format(call="# train(m, data)\nloop(m, data)")},
+        {"train.micro_batch": 1, "train.precision": "fp32", "train.epochs": 8, "train.checkpointing": None},
+        ("assumed, as a loop",),
+        ("conflict", "adafactor", "as the Trainer does", "not understood"),
+    ),
+    "one that is called does": (
+        {"train.py": IDLE.format(call="train(m, data)")},
+        {"train.micro_batch": 4, "train.precision": "fp16"},
+        ("trained with AdamW",),
+        ("conflict", "as a loop"),
+    ),
+    "without another training all count": (
+        {"train.py": IDLE.format(call="")},
+        {"train.precision": "fp16"},
+        (),
+        (),
+    ),
+    "of two Trainers the one that main has": (
+        {
+            "train.py": f"{HEAD}def old():\n    Trainer(m, TrainingArguments('o', learning_rate=1e-3, max_steps=9)).train()\n"
+            "def main():\n    Trainer(m, TrainingArguments('o', learning_rate=1e-5)).train()\nif __name__ == '__main__':\n    main()\n"
+        },
+        {"optimizer.learning_rate": 1e-5, "train.steps": None},
+        (),
+        ("conflict", "another training"),
+    ),
+    "another file calls it": (
+        {"start.py": "from rows import train\ntrain(m, d)\n", "rows.py": IDLE.format(call="loop(m, data)")},
+        {"train.precision": "fp16"},
+        ("conflict",),
+        (),
+    ),
+    "LLaMA-Factory's rows are those of each of several datasets": (
+        {"a.yaml": f"{YAML}template: llama3\ndataset: c/d,e/f\nmax_samples: 500\n"},
+        {"data.train": ["c/d", "e/f"], "data.max_samples": None},
+        ("to do: a.yaml:5: max_samples: 500 rows: prepare files with so many rows of each",),
+        (),
+    ),
+    "and those of the only one": (
+        {"a.yaml": f"{YAML}template: llama3\ndataset: c/d\nmax_samples: 500\n"},
+        {"data.train": "c/d", "data.max_samples": 500},
+        (),
+        ("max_samples",),
+    ),
+    "rows that a function chooses": (
+        {
+            "train.py": f"{HEAD}def good(row):\n    return row['a'] > 1\nd = find().filter(good).filter(lambda x: x)\nTrainer(m, TrainingArguments('o'))\n"
+        },
+        {},
+        (
+            "to do: train.py: filter by",
+            "filter by good (line 3)",
+            "filter by a lambda (line 5)",
+            "prepare a file with the rows that the function keeps",
+        ),
+        (),
+    ),
+    "a filter without a function is none of rows": (
+        {"train.py": f"{HEAD}a = q.filter('x')\nb = filter(None, a)\nTrainer(m, TrainingArguments('o'))\n"},
+        {},
+        (),
+        ("filter",),
+    ),
+    "a part of the rows to evaluate on": (
+        {
+            "train.py": f"{HEAD}eval_ds = find().select(range(256))\nTrainer(m, TrainingArguments('o', eval_strategy='steps'), eval_dataset=eval_ds)\n"
+        },
+        {"data.max_samples": None},
+        ("to do: train.py: evaluation rows (line 3) `256`: prepare a file with these rows, and name it",),
+        (),
+    ),
+    "a part of as many as there are": (
+        {
+            "train.py": f"{HEAD}ROWS = 9\nval = find()\nval = val.select(range(min(ROWS, len(val))))\nTrainer(m, TrainingArguments('o', eval_strategy='steps'), eval_dataset=val)\n"
+        },
+        {"data.max_samples": None},
+        ("to do: train.py: evaluation rows (line 5): prepare a file with these rows",),
+        (),
+    ),
+    "a part that is not taken": (
+        {
+            "run.sh": "python train.py --output_dir o\n",
+            "train.py": "import argparse\n"
+            + HEAD
+            + "p = argparse.ArgumentParser(); p.add_argument('--most', default=None); p.add_argument('--output_dir'); args = p.parse_args()\n"
+            "d = find()\nif args.most is not None:\n    d = d.select(range(min(len(d), args.most)))\nTrainer(m, TrainingArguments(args.output_dir), train_dataset=d)\n",
+        },
+        {"data.max_samples": None},
+        (),
+        ("select.range",),
+    ),
+    "Unsloth's template": (
+        {"train.py": UNSLOTH_TEMPLATE.format("chat_template='qwen3-instruct'")},
+        {},
+        (
+            "changed: train.py: get_chat_template.chat_template (line 7) `qwen3-instruct`: trained with the model's own chat template",
+        ),
+        (),
+    ),
+    "one of a job's": (
+        {"train.py": UNSLOTH_TEMPLATE.format("'chatml'")},
+        {"data.chat_template": "chatml"},
+        (),
+        ("get_chat_template",),
+    ),
+    "the template makes the text": (
+        {"train.py": TEMPLATED.format("'conversations'", "")},
+        {},
+        (),
+        ("text by", "tokenised field"),
+    ),
+    "of a field of its own": (
+        {"train.py": TEMPLATED.format("'dialog'", "")},
+        {},
+        ("text by make",),
+        (),
+    ),
+    "of more than the template": (
+        {"train.py": TEMPLATED.format("'conversations'", " + '<end>'")},
+        {},
+        ("text by make",),
+        (),
+    ),
+    "device_map auto is one process": (
+        {
+            "train.py": HEAD.replace("'a/b'", "'a/b', device_map='auto'")
+            + "Trainer(m, TrainingArguments('o', per_device_train_batch_size=4))\n"
+        },
+        {"train.global_batch": 4},
+        ("assumed, as one process with device_map auto does: gpus=1",),
+        ("no file says how many",),
+    ),
+    "a sentence names its key once": (
+        {"a.yaml": f"{YAML}trust_remote_code: true\n"},
+        {"model.trust_remote_code": None},
+        ("left out: model.trust_remote_code runs a repository's code",),
+        (),
+    ),
+    "modules of a flag": (
+        {"run.sh": "torchrun train.py --output_dir o --target_modules q_proj,k_proj\n", "train.py": TRAINER},
+        {"model.lora.targets": ["q_proj", "k_proj"]},
+        (),
         (),
     ),
     "clipping below zero is none": (

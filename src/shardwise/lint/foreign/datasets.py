@@ -16,6 +16,7 @@ from shardwise.lint.schema import as_number
 
 _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
+_OF_EACH = "prepare files with so many rows of each; data.max_samples counts those of all"
 
 
 def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[Document]:
@@ -45,6 +46,9 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
             said.append(f"to do: {document.name}:{document.line((name,))}: {name}: {what}")
         elif names != files:
             values[name] = files if len(files) > 1 else files[0]
+        if name == "dataset" and len(names) > 1 and (count := values.pop("max_samples", None)):
+            place = f"{document.name}:{document.line(('max_samples',))}"
+            said.append(f"to do: {place}: max_samples: {count} rows: {_OF_EACH}")
         held += info.settings(names)
     return [replace(document, values=values), *held]
 
@@ -59,8 +63,7 @@ def _take_counts(values: dict[str, Any], marks: dict[Key, Mark], place: str, sai
         marks["max_samples",] = marks["dataset",]
     elif counts:
         values["dataset"] = [name for name, *_ in parts]
-        what = "prepare files with so many rows of each; data.max_samples counts those of all"
-        said.append(f"to do: {place}: dataset: {', '.join(counts)} rows: {what}")
+        said.append(f"to do: {place}: dataset: {', '.join(counts)} rows: {_OF_EACH}")
 
 
 def _as_one(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

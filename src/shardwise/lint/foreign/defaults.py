@@ -34,6 +34,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
+        "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
         "do_eval": any(one.get("do_eval") is True for one in documents),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }

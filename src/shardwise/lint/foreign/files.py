@@ -11,13 +11,14 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
-from shardwise.lint.foreign.table import NO_KEY, TABLE, targets
+from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
+from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
@@ -29,6 +30,7 @@ _SETTINGS = (".yaml", ".yml", ".json")
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
 _ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
+_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
@@ -41,6 +43,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
+    documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = " ".join(one.text for one in documents if one.syntax == "python")
     for one in documents:
         _refuse(one, texts)
@@ -78,6 +81,22 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         said += [f"{lost} {one.name}:{one.first}" for one in inner]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _called(script: Document, documents: Sequence[Document]) -> Document:
+    """The script without the functions that no file calls, where the rest of it trains."""
+    body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
+    plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
+    idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
+    reached = [one for one in body if one not in idle.values()]
+    for one in reached:  # which grows by what each part calls
+        used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
+        reached += [idle.pop(name) for name in used & idle.keys()]
+    if not idle or not any(_LEARNS.search(ast.unparse(one)) for one in reached):
+        return script
+    gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
+    text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
+    return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
 
 
 def _own_trainers(script: Document, texts: str) -> Iterator[str]:
@@ -128,8 +147,10 @@ def _refuse(document: Document, texts: str) -> None:
 
 
 def _in_full(command: Document, options: set[str]) -> Document:
-    """The command with the full names of flags: argparse takes their beginnings."""
+    """The command with the full names of flags, as argparse takes their beginnings; switches are bool."""
     values, marks, flags = dict(command.values), dict(command.marks), set(command.flags)
+    if command.kind == "training" and command.syntax != "python":
+        values = {key: switched(key, value) for key, value in values.items()}
     for flag in command.flags - options if options else ():
         full = [name for name in options if name.startswith(flag)]
         if len(full) == 1 and flag in values and flag not in _ARGUMENTS and full[0] not in values:

@@ -174,7 +174,8 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
         if key != ("optimizer", "final_fraction"):
             share = key in wrong and "every" in key[-1]
             why = f"{_SHARE}; write {source.dotted(key)}" if share else what
-            said.append(f"{'to do' if key in wrong else 'left out'}: {source.dotted(key)}: {why}")
+            named = why if why.startswith(source.dotted(key)) else f"{source.dotted(key)}: {why}"
+            said.append(f"{'to do' if key in wrong else 'left out'}: {named}")
         job.forget(key)
     _fill_in(job, said, open_)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()

@@ -36,7 +36,8 @@ class Statement(NamedTuple):
 
 def statements(document: Document, setup: Setup, strategy: str, said: list[str]) -> Iterator[Statement]:
     """What a document says; `strategy`: the one of the DeepSpeed and accelerate files."""
-    steps = as_number(setup.training("max_steps")) or 0
+    counts = (one.get(name) for one in setup.documents for name in ("max_steps", "max_train_steps"))
+    steps = next((number for count in counts if (number := as_number(count)) is not None), 0)
     left_out = defaultdict[str, list[str]](list)
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     for key, value in _pairs(document):

@@ -24,6 +24,8 @@ NO_KEY = "a job has no such key"
 BY_NAME = (NO_KEY, "shardwise does it itself")  # reasons that need no more than the names of the keys
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
+_SWITCH = {"true", "false", "boolean"}  # words of a rule, or the type of a job's key
+_ON, _OFF = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 _PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
 _WORD = re.compile(r"(?!(auto|none|inf|all|gpu)$)[A-Za-z ]+")  # but those that a tool takes for a number
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
@@ -54,6 +56,16 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     if key == "warmup_ratio" and number:
         return WRITE_STEPS
     return reason(key, word)
+
+
+def switched(key: str, value: Any) -> Any:
+    """A switch as HfArgumentParser takes it: also `1`, `yes` and `t`, `0`, `no` and `f`."""
+    rule = TABLE["keys"].get(key)
+    at = json_schema.at(tuple(rule.split("."))) if isinstance(rule, str) else ()
+    kinds = rule.keys() if isinstance(rule, Mapping) else {one.get("type") for one in at}
+    word = str(value).lower()
+    other = word not in (*_ON, *_OFF) or word in kinds  # `eval_strategy: no`
+    return word in _ON if kinds & _SWITCH and not other else value
 
 
 def lacks_number(key: str, value: Any) -> bool:
