@@ -201,7 +201,7 @@ class Values:
                 self._uses[name].append(node)
             case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
                 pass  # `settings |= {...}` is a change
-            case ast.Name(id=name):
+            case ast.Name(id=name, ctx=ast.Store()):
                 self._bound[scope, name].append(value)
             case ast.Attribute():
                 self._store(node, value)

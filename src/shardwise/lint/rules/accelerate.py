@@ -72,7 +72,9 @@ def given_twice(document: Document, happens: str) -> Iterator[Hit]:
     """The keys that a section has twice."""
     for key, before in document.duplicates:
         what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
-        yield Hit(key, what, "keep one of the two")
+        empty = "ignores" in happens or "ignored" in happens
+        empty &= re.search(r":\s*(#.*)?$", document.text.splitlines()[before - 1]) is not None
+        yield Hit(key, what, "keep one of the two", severity="note" if empty else None)
 
 
 @accelerate_rule("error", "accelerate/commands/config/config_args.py: yaml.safe_load")

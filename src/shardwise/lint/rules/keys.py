@@ -178,7 +178,8 @@ def _number_problem(value: Any, *, integer: bool, lenient: bool) -> tuple[str, A
         return "a number without quotes" if isinstance(value, str) else "a number", number
     if not isfinite(value):
         return "a finite number", None
-    return ("an integer", int(value)) if integer and value != int(value) else None
+    near = int(value) or int(value > 0)  # DeepSpeed refuses 0 where a small number was meant
+    return ("an integer", near) if integer and value != int(value) else None
 
 
 def _bool_problem(value: Any, *, lenient: bool) -> tuple[str, Any] | None:

@@ -18,10 +18,9 @@ from shardwise.lint.rules.training import (
     zero_stage,
 )
 from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.saved import elsewhere, state_of
 from shardwise.lint.schema import closest, names
-from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_text import UNDEFINED
-from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writes: a statement a line
@@ -32,7 +31,7 @@ _SHARDED = re.compile(  # the name of the result, the model, and what follows in
     r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n"
     r"(?=((?:\1.*\n|\n)*))"
 )
-_MADE = re.compile(r"^ *\(?([\w.]+)(?:, .*)? = ([\w.]+)\(", re.MULTILINE)
+_MADE = re.compile(r"^ *\(?([\w.]+(?:, .*?)?)\)? = ([\w.]+)\(", re.MULTILINE)
 _SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
 _HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretrained)\(")
@@ -45,7 +44,6 @@ _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
-_NEGATES = re.compile(r"(is|==) None$|^not |!= 3$|< 3$")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
 _NEW = re.compile(
     r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
@@ -211,8 +209,12 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
 
 def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
-    program = ast.unparse(tree_of(document))
-    made = dict(_MADE.findall(program)) | {model: call for call, model in _GIVEN.findall(program)}
+    program, made = ast.unparse(tree_of(document)), dict[str, str]()
+    for names_, call in _MADE.findall(program):
+        first, *others = names_.split(", ")
+        kept = call.endswith(".prepare") and is_optimizer(made.get(first, ""))  # it stays what it was
+        made |= dict.fromkeys([one for one in others if "model" in one] if kept else [first], call)
+    made |= {model: call for call, model in _GIVEN.findall(program)}
     return {to: made[name] for to, name in _SAME.findall(program) if name in made} | made
 
 
@@ -257,9 +259,12 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     for name in (node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
         if trained.get(name.id, name.lineno) < name.lineno:
             del trained[name.id]  # another model since
-    for call in calls(document, "clip_grad_norm_", "save", "save_pretrained", "save_file") if stage else ():
+    savers = ("save", "save_pretrained", "save_file", "_save")
+    for call in calls(document, "clip_grad_norm_", *savers) if stage else ():
         text = _UNWRAPS.sub("unwrap_model", ast.unparse(call))
-        held = [] if re.search("state_dict=|accelerator.clip", text) else _HELD.findall(text)
+        state = " ".join(state_of(one, known) for one in (*call.args, *(one.value for one in call.keywords)))
+        gathered = re.search("state_dict=|accelerator.clip", text)
+        held = _HELD.findall(state if gathered else f"{text} {state}")
         sources = " ".join(made.get(name, "") for name in held)
         accelerated = "unwrap_model" in (*held, *re.split(r"\W", sources)) or ".prepare" in sources
         saved = [] if "clip_" in text else held
@@ -274,7 +279,7 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
             else:
                 fix = '"gradient_clipping": 1.0 in the DeepSpeed file'
                 yield Hit((), f"nothing is clipped: {what}", fix, line=call.lineno)
-        elif not known.flow.runs(call) or any(_elsewhere(*one, known) for one in known.flow.taken(call)):
+        elif not known.flow.runs(call) or any(elsewhere(*one, known) for one in known.flow.taken(call)):
             continue
         elif stage == 3 and (given or by_trainer) and not _GATHERS.search(document.text):
             what = "ZeRO-3 shards the weights: the model's tensors are empty, and so are the saved ones"
@@ -282,14 +287,6 @@ def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
             fix += " in all processes, with stage3_gather_16bit_weights_on_model_save"
             fix = "state_dict=accelerator.get_state_dict(model), in all processes" if accelerated else fix
             yield Hit((), what, fix, line=call.lineno)
-
-
-def _elsewhere(test: ast.expr, held: bool, known: Values) -> bool:
-    """Whether a branch is for another stage than 3, or for weights that were not gathered before."""
-    places = (one for one in ast.walk(test) if isinstance(one, ast.Name | ast.Attribute))
-    meant = " ".join([said := ast.unparse(test), *(ast.unparse(known.meant(one)) for one in places)])
-    about = known.value(test) == UNKNOWN and bool(re.search("(?i)state_dict|zero|stage", meant))
-    return about and held is (_NEGATES.search(said) is not None)
 
 
 def _accumulated(document: Document) -> str:

@@ -255,8 +255,12 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
         if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
             each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
             words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
-            what = f"{config.name} gives {words}, and the command does not: the Trainer may stop, {_PLEASE}"
-            yield Hit(("script",), what, '"auto" in the file, or the same values in both', severity="warning")
+            others = {"bf16": "fp16", "fp16": "bf16"}  # the Trainer refuses both
+            certain = any(document.on(others.get(name, "")) for _, _, name, _ in missing)
+            stops = "stops" if certain else "may stop"
+            what = f"{config.name} gives {words}, and the command does not: the Trainer {stops}, {_PLEASE}"
+            fix = '"auto" in the file, or the same values in both'
+            yield Hit(("script",), what, fix, severity="error" if certain else "warning")
 
 
 def _differs(config: Document, setup: Setup, keys: dict[Key, Any], name: str, given: Any) -> Iterator[Hit]:
