@@ -97,7 +97,16 @@ def test_a_small_number_in_place_of_an_integer_does_not_become_0() -> None:
     assert one.fix == "write 1"
 
 
-@pytest.mark.parametrize(("first", "severity"), [("", "note"), ("last.ckpt", "error")])
+@pytest.mark.parametrize(
+    ("first", "severity"),
+    [
+        ("", "note"),
+        (" # no value\n\n# more to come", "note"),
+        ("last.ckpt", "error"),
+        ("\n- last.ckpt", "error"),
+        ("\n\n  path: last.ckpt", "error"),
+    ],
+)
 def test_nothing_is_lost_where_the_first_of_two_keys_is_empty(first: str, severity: str) -> None:
     head = "base_model: gpt2\nsequence_len: 512\nmicro_batch_size: 1\nadapter: lora\n"
     text = f"{head}resume_from_checkpoint: {first}\nnum_epochs: 1\nresume_from_checkpoint: x\n"

@@ -22,6 +22,7 @@ LARGEST = 2**31 - 1
 _COUNTS = by_key("accelerate_counts")  # minimum, maximum, and whether text is accepted as a number
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
+_EMPTY = re.compile(r"( *)[^\n]*:\s*(#.*)?\n(\s*(#.*)?\n)*+(?!\1[ -])")  # a key without value or section
 _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
 
 accelerate_rule = partial(rule, versions="accelerate>=1.0,<2", kind="accelerate")
@@ -68,12 +69,12 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit(key, what, fix, (change,), "error" if refuses or near else "warning")
 
 
-def given_twice(document: Document, happens: str) -> Iterator[Hit]:
-    """The keys that a section has twice."""
+def given_twice(document: Document, happens: str, *, stops: bool = False) -> Iterator[Hit]:
+    """The keys that a section has twice. `stops`: also where the first is empty, so that nothing is lost."""
     for key, before in document.duplicates:
         what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
-        empty = "ignores" in happens or "ignored" in happens
-        empty &= re.search(r":\s*(#.*)?$", document.text.splitlines()[before - 1]) is not None
+        rest = "".join(document.text.splitlines(keepends=True)[before - 1 :])
+        empty = document.syntax == "yaml" and not stops and _EMPTY.match(rest)
         yield Hit(key, what, "keep one of the two", severity="note" if empty else None)
 
 

@@ -152,8 +152,9 @@ def no_rows(document: Document, _: Setup) -> Iterator[Hit]:
 def key_twice(document: Document, _: Setup) -> Iterator[Hit]:
     """Of two equal keys the last is used, and the first silently ignored; LLaMA-Factory stops."""
     stops = tool_of(document) == "LLaMA-Factory" and document.syntax == "yaml"
-    last = "this one is used, and the first silently ignored"
-    yield from given_twice(document, "LLaMA-Factory stops: `found duplicate key`" if stops else last)
+    happens = "this one is used, and the first silently ignored"
+    happens = "LLaMA-Factory stops: `found duplicate key`" if stops else happens
+    yield from given_twice(document, happens, stops=stops)
 
 
 @training_rule("error", "transformers/trainer.py: train; trainer_utils.py: get_last_checkpoint; read in 5.23")
