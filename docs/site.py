@@ -1,6 +1,6 @@
 """Hooks of the documentation site (mkdocs.yml): files of the repository outside docs/ become pages, too.
 
-Links in the Markdown files are those that a reader of the repository follows, as `../benchmarks/throughput`.
+Links in the Markdown files are those that a reader of the repository follows, as `../benchmarks/peers`.
 What they lead to is added to the site, with all that it links to in turn; a link to nothing fails the build.
 """
 

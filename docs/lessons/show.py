@@ -185,8 +185,8 @@ def measured(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
 
 
 def throughput(asked: argparse.Namespace) -> Iterable[dict[str, str]]:
-    """Rows of benchmarks/throughput/results."""
-    path = ROOT / "benchmarks" / "throughput" / "results" / asked.file
+    """Rows of benchmarks/peers/results."""
+    path = ROOT / "benchmarks" / "peers" / "results" / asked.file
     found = {row["row"]: row for row in json.loads(path.read_text(encoding="utf-8"))["rows"]}
     first = found[asked.rows[0]]["tokens_per_second_per_gpu"]
     for name in asked.rows:

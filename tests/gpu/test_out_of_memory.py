@@ -80,7 +80,9 @@ def test_a_capped_run_is_retried_and_gives_the_losses_of_one_without_a_cap(
     assert evidence["phase"] in ("forward", "backward")
     assert evidence["module"] is None or evidence["module"].startswith("model.")
     assert evidence["allocated_bytes"] + evidence["asked_bytes"] > 0.8 * evidence["allowed_bytes"]
-    assert 0 < evidence["resident_bytes"] < evidence["allocated_bytes"] <= evidence["reserved_bytes"]
+    # 134 million parameters, of which a rank holds at least a share with their AdamW; not the activations
+    assert 0 < evidence["resident_bytes"] < 0.35 * evidence["allocated_bytes"]
+    assert evidence["allocated_bytes"] <= evidence["reserved_bytes"]
     # torch compares what a tensor takes with the limit, and then maps pages of 20 MiB.
     assert evidence["reserved_bytes"] < evidence["allowed_bytes"] + 20 * 2**20
     assert evidence["allowed_bytes"] < 9 * GIB

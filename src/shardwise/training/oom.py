@@ -122,7 +122,10 @@ def explained(ready: Ready) -> Iterator[None]:
         if cause is None:
             raise
         trace = traceback.format_exc()
-        found = _evidence(cause, location.find(error.__traceback__, cause.__traceback__), ready)
+        where = location.find(error.__traceback__, cause.__traceback__)
+        for failed in (error, cause):  # frees the step's tensors; the loop keeps the engine
+            release_frames(failed)
+        found = _evidence(cause, where, ready)
     else:
         return
     raise OutOfGpuMemoryError(found, trace)  # outside: keeps nothing of the failed step alive
@@ -154,6 +157,17 @@ def counters(device: torch.device) -> dict[str, int]:
     return found if share >= 1.0 else {**found, "allowed_bytes": int(share * total)}
 
 
+def release_frames(error: BaseException) -> None:
+    """Free what only the calls of its traceback hold, also where others hold the traceback."""
+    traceback.clear_frames(error.__traceback__)
+    # A cleared frame keeps its function, and so what that closed over: with hooks, a module's arguments.
+    step = error.__traceback__
+    while step is not None:
+        following, step.tb_next = step.tb_next, None
+        step = following
+    gc.collect()
+
+
 def _evidence(cause: BaseException, where: Place, ready: Ready) -> OutOfMemory:
     rank, _, local_rank = place()
     device = device_of(local_rank)
@@ -163,8 +177,6 @@ def _evidence(cause: BaseException, where: Place, ready: Ready) -> OutOfMemory:
         **numbers_in(str(cause)),
     }
     if device.type == "cuda" and where.loop is not None:
-        traceback.clear_frames(cause.__traceback__)  # frees the step's tensors; the loop keeps the engine
-        gc.collect()
         numbers["resident_bytes"] = torch.cuda.memory_allocated(device)
     vocabulary = ready.built.config.get_text_config().vocab_size
     return OutOfMemory(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from shardwise.training.oom import (
     memory_in_words,
     numbers_in,
     out_of_memory_in,
+    release_frames,
 )
 from shardwise.training.process import Ranks, StopSignal
 from shardwise.training.saving import Progress, Saver
@@ -339,3 +342,28 @@ def test_the_frames_of_the_cause_are_looked_at_too() -> None:
     cause = out_of_memory_in(error.value)
     assert cause is not None
     assert location.find(error.value.__traceback__, cause.__traceback__).call.endswith(" in fail")
+
+
+def test_nothing_of_the_failed_call_is_kept() -> None:
+    """With hooks, torch's modules call a function that closes over the arguments."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    class Last(nn.Module):
+        def forward(self, hidden: torch.Tensor) -> None:
+            alive.append(weakref.ref(hidden))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    @contextmanager
+    def explained() -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            release_frames(error)
+            assert alive[0]() is None
+
+    model = nn.Sequential(nn.Linear(4, 4), Last())
+    for module in model:
+        module.register_forward_hook(lambda *_: None)
+    with explained():
+        model(torch.ones(2, 4))
+    assert len(alive) == 1

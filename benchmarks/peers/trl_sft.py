@@ -10,59 +10,25 @@ apart; `wrapped` lets them attend to each other, which is faster without a flash
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import warnings
-from pathlib import Path
 
 import torch
-from common import Clock, documents, emit, peak_memory, row
+from common import documents
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trainer_rows import Counting, StepClock, arguments_of, cap_memory, emit_row
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 
-class StepClock(TrainerCallback):
-    """Marks step ends, and the start of the first."""
-
-    def __init__(self) -> None:
-        self.clock = Clock()
-
-    def on_train_begin(self, *_, **__):
-        self.clock.mark()
-
-    def on_step_end(self, *_, **__):
-        self.clock.mark()
-
-
-class Counting:
-    """TRL's collator, which also records the tokens of each batch."""
-
-    def __init__(self, collator) -> None:
-        self.collator = collator
-        self.tokens: list[int] = []
-
-    def __call__(self, samples):
-        batch = self.collator(samples)
-        self.tokens.append(batch["input_ids"].numel())
-        return batch
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--assets", type=Path, required=True)
+    parser = arguments_of(__doc__)
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--packing", choices=("bfd", "bfd_split", "wrapped"), default="bfd")
-    parser.add_argument("--lora", type=int, default=16)
-    parser.add_argument("--micro-batch", type=int, default=1)
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--warmup", type=int, default=6)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)
+    cap_memory(arguments.memory_cap)
 
     config = AutoConfig.from_pretrained(arguments.assets / "model")
     torch.manual_seed(0)
@@ -86,7 +52,7 @@ def main() -> None:
                 per_device_train_batch_size=arguments.micro_batch,
                 learning_rate=1e-4,
                 max_steps=arguments.steps,
-                logging_steps=2,
+                logging_steps=5,
                 report_to="none",
                 save_strategy="no",
                 **(tuned if arguments.tuned else {}),
@@ -98,22 +64,8 @@ def main() -> None:
         )
         trainer.data_collator = counting = Counting(trainer.data_collator)
         trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-    emit(
-        row(
-            f"trl {'tuned' if arguments.tuned else 'defaults'} {arguments.packing} lora{arguments.lora}",
-            clock.clock.seconds(),
-            counting.tokens,
-            warmup=arguments.warmup,
-            gpus=1,
-            micro_batch=arguments.micro_batch,
-            sequence_length=arguments.sequence,
-            **peak_memory(),
-            logged_steps=[entry["step"] for entry in logs],
-            loss=[entry["loss"] for entry in logs],
-            grad_norm=[entry["grad_norm"] for entry in logs],
-        )
-    )
+    setting = "tuned" if arguments.tuned else "defaults"
+    emit_row(f"trl {setting} {arguments.packing} lora{arguments.lora}", clock, counting.tokens, arguments)
 
 
 if __name__ == "__main__":

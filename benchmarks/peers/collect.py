@@ -18,8 +18,14 @@ def main() -> None:
         row["allocator"] = environment.pop("allocator")
         rows.append(row)
         machines.append(environment)
-    if len({(m["gpu"], json.dumps(m["versions"], sort_keys=True)) for m in machines}) != 1:
-        sys.exit("the rows come from different machines or versions")
+    if len({machine["gpu"] for machine in machines}) != 1:
+        sys.exit("the rows come from different machines")
+    # a program that does not run with the others' packages names its own
+    common = machines[0]["versions"]
+    for row, machine in zip(rows, machines, strict=True):
+        own = {name: version for name, version in machine["versions"].items() if common.get(name) != version}
+        if own:
+            row["versions"] = own
     json.dump({"schema": 1, **machines[0], "rows": rows}, sys.stdout, indent=1)
     print()
 

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
 from common import emit, row
 
 from shardwise.job.schema import Job
@@ -38,6 +39,8 @@ def job(arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
     model: dict[str, Any] = {"source": str(arguments.assets / "model"), "weights": "random"}
     if arguments.lora:
         model["lora"] = {"rank": arguments.lora, "alpha": 2.0 * arguments.lora, "targets": "all-linear"}
+    if arguments.nf4:
+        model["quantization"] = "nf4"
     return {
         "name": "throughput",
         "output": str(output),
@@ -53,7 +56,7 @@ def job(arguments: argparse.Namespace, output: Path) -> dict[str, Any]:
             "steps": 100_000,
             "global_batch": arguments.micro_batch * arguments.processes,
             "micro_batch": arguments.micro_batch,
-            "checkpointing": "full" if arguments.checkpointing else "none",
+            "checkpointing": arguments.checkpointing,
             "eval_every": 0,
             "save_every": 0,
             "worst_case_first": False,
@@ -77,6 +80,7 @@ def train(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         job=Job.model_validate(job(arguments, folder / "runs")).model_dump(mode="json"),
         run_dir=str(run),
         processes=arguments.processes,
+        memory_cap_bytes=int(arguments.memory_cap * 2**30) if arguments.memory_cap else None,
     )
     path = folder / "spec.json"
     path.write_text(json.dumps(spec.to_json()), encoding="utf-8")
@@ -108,7 +112,9 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains all weights")
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--checkpointing", type=yaml.safe_load, default="none", help="as in a job")
+    parser.add_argument("--nf4", action="store_true", help="the base in NF4")
+    parser.add_argument("--memory-cap", type=float, help="GiB of each GPU that its process may use")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=6)
@@ -117,7 +123,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         steps = train(arguments, Path(folder))
     name = f"shardwise {arguments.strategy}{f' lora{arguments.lora}' if arguments.lora else ''}"
-    name += f"{' checkpointing' if arguments.checkpointing else ''}"
+    name += " nf4" if arguments.nf4 else ""
+    name += f" checkpointing {arguments.checkpointing}" if arguments.checkpointing != "none" else ""
     emit(
         row(
             name,
@@ -127,6 +134,7 @@ def main() -> None:
             gpus=arguments.processes,
             micro_batch=arguments.micro_batch,
             sequence_length=arguments.sequence,
+            memory_cap_gib=arguments.memory_cap,
             peak_allocated_gib=gib(steps, "peak_memory_allocated_bytes"),
             peak_reserved_gib=gib(steps, "peak_memory_reserved_bytes"),
             mfu=steps[-1]["mfu"],

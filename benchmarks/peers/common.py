@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "deepspeed")
+PACKAGES = (
+    "torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "deepspeed",
+    "unsloth", "llamafactory", "xformers", "bitsandbytes",
+)  # fmt: skip
 
 
 def documents(assets: Path) -> list[str]:
@@ -69,6 +72,7 @@ def row(
         "step_seconds_median": round(statistics.median(steady), 4),
         "step_seconds_range": [round(min(steady), 4), round(max(steady), 4)],
         "tokens_per_step": round(sum(counted) / len(steady)),
+        "step_seconds": [round(value, 4) for value in seconds],
         "steady_steps": len(steady),
         "warmup_steps": warmup,
         **more,

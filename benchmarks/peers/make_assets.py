@@ -1,4 +1,4 @@
-"""Make the benchmark's inputs without a hub: the text, a tokenizer trained on it, a model's shape.
+"""Make the inputs without a hub: the text, a tokenizer trained on it, a model's shape, its weights.
 
 python make_assets.py --shape llama-3.1-8b --out assets/8b TEXT...
 """
@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
 
 SHAPES = {
     "llama-3.1-8b": {
@@ -86,11 +87,20 @@ def read(path: Path) -> Iterator[str]:
         yield "\n".join(article)
 
 
+def save_weights(config: PretrainedConfig, folder: Path) -> None:
+    """In bf16, for the programs that train nothing but a saved model."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("text", type=Path, nargs="+")
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--weights", action="store_true", help="save random weights too, made on the GPU")
     arguments = parser.parse_args()
     model = arguments.out / "model"
     model.mkdir(parents=True, exist_ok=True)
@@ -110,6 +120,8 @@ def main() -> None:
     config = AutoConfig.for_model(**({} if mamba else own), **shape, bos_token_id=end, eos_token_id=end)
     config.architectures = ["MambaForCausalLM" if mamba else "LlamaForCausalLM"]
     config.save_pretrained(model)
+    if arguments.weights:
+        save_weights(config, model)
     print(f"{len(texts)} documents, {len(tokenizer)} tokens in the vocabulary, in {arguments.out}")
 
 

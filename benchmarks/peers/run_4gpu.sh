@@ -18,7 +18,7 @@ for engine in zero2 fsdp2 zero3; do
   gpus=4 row 100 bare.py "${shape[@]}" --engine $engine
 done
 for strategy in zero2 fsdp2 zero3; do
-  row 100 shardwise_run.py "${shape[@]}" --processes 4 --strategy $strategy --checkpointing
+  row 100 shardwise_run.py "${shape[@]}" --processes 4 --strategy $strategy --checkpointing full
 done
-row 200 shardwise_run.py "${shape[@]}" --processes 4 --strategy zero3-offload --checkpointing --steps 5 --warmup 2
+row 200 shardwise_run.py "${shape[@]}" --processes 4 --strategy zero3-offload --checkpointing full --steps 5 --warmup 2
 finish 4gpu

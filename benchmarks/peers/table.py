@@ -11,7 +11,7 @@ HERE = Path(__file__).parent
 PAGES = [HERE.parents[1] / "docs" / name for name in ("throughput.md", "mamba.md")]
 HEADER = (
     "| | rows per GPU | tokens/s/GPU | step, s | peak allocated, GiB | peak reserved, GiB "
-    "| loss at steps 1, 4, last | gradient norm, step 1 |\n|---|---|---|---|---|---|---|---|"
+    "| loss at step | gradient norm |\n|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -27,7 +27,8 @@ def name(row: dict[str, Any]) -> str:
 
 
 def line(row: dict[str, Any]) -> str:
-    losses = ", ".join(f"{row['loss'][step]:.3f}" for step in (0, min(3, len(row["loss"]) - 1), -1))
+    steps = row.get("logged_steps", range(1, len(row["loss"]) + 1))
+    losses = ", ".join(f"{steps[at]}: {row['loss'][at]:.3f}" for at in (0, len(steps) // 2, -1))
     cells = (
         name(row),
         row["micro_batch"],

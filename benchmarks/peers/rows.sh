@@ -1,19 +1,21 @@
 # Sourced by the run scripts: `row SECONDS SCRIPT ARGUMENT...` runs one row and keeps its line of JSON.
+# $ONLY, a regular expression, names the rows to run: a machine lent for minutes makes a file's rows in several calls.
+# `site=FOLDER row ...` runs it with the packages of a folder (pip install --target) before the others.
 python=${PYTHON:-python3}
 out=${OUT:-$here/results}
 mkdir -p "$out"
 lines=$out/rows.jsonl
-: >"$lines"
 export PYTHONPATH=$here/../../src:${PYTHONPATH:-} TOKENIZERS_PARALLELISM=false
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 
 row() {
   local limit=$1 script=$2 start=("$python")
   shift 2
+  [[ "$script $*" =~ ${ONLY:-.} ]] || return 0
   [ "${gpus:-1}" = 1 ] || start=("$python" -m torch.distributed.run --nproc-per-node "$gpus")
   echo "--- $script $*" >&2
   # the row is the last line of stdout; what went wrong ends up in the log
-  timeout -k 10 "$limit" "${start[@]}" "$here/$script" "$@" >"$out/stdout.txt" 2>"$out/stderr.txt"
+  PYTHONPATH=${site:+$site:}$PYTHONPATH timeout -k 10 "$limit" "${start[@]}" "$here/$script" "$@" >"$out/stdout.txt" 2>"$out/stderr.txt"
   local code=$?
   if [ $code = 0 ]; then
     tail -n 1 "$out/stdout.txt" | tee -a "$lines"
@@ -26,5 +28,4 @@ row() {
 finish() {
   rm -f "$out/stdout.txt" "$out/stderr.txt"
   "$python" "$here/collect.py" "$lines" >"$out/$1.json"
-  rm "$lines"
 }
