@@ -15,10 +15,12 @@ Anything else that reaches the command line is a bug in shardwise and ends with 
 
 import errno
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 from typing import Any
 
 
@@ -148,3 +150,29 @@ def render(error: ShardwiseError) -> str:
         if problem.fix:
             lines.append(f"{indent}fix: {problem.fix}")
     return printable("\n".join(lines))
+
+
+def known(error: Exception, *, where: str = "", fix: str) -> ShardwiseError:
+    """Make the error that is shown; `where` and `fix` are for one that nobody expected, a bug."""
+    if isinstance(error, ShardwiseError):
+        return error
+    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
+        return unwritten(error)
+    if isinstance(error, ModuleNotFoundError) and (missing := not_installed(error)):
+        return missing
+    what, place = f"{type(error).__name__}: {error}", model_code(error)
+    if not place or "CUDA error" in what:  # which comes later than what caused it
+        return ShardwiseError(what, where=where, fix=fix)
+    fix = "correct model.config, or train it with transformers alone; --debug prints the traceback"
+    return JobError(f"the model's own code fails: {what}", where=f"model.source, {place}", fix=fix)
+
+
+def model_code(error: BaseException) -> str:
+    """`modeling_dbrx.py:292 in forward`, if a model's code raised the error, or a library that it called."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if re.search(r"/transformers(/models|_modules)/", path.as_posix()):
+            return f"{path.name}:{frame.lineno} in {frame.name}"
+        if not re.search(r"/torch/|/transformers/|/shardwise/trace/", path.as_posix()):
+            break
+    return ""

@@ -2,10 +2,23 @@
 
 import pickle
 import traceback
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from shardwise.errors import JobError, MachineError, Problem, not_installed, printable, render, what_of
+from shardwise.errors import (
+    JobError,
+    MachineError,
+    Problem,
+    ShardwiseError,
+    known,
+    not_installed,
+    printable,
+    render,
+    what_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +68,28 @@ def test_an_error_caught_in_python_says_where_and_how_to_fix_it() -> None:
 
 def test_a_missing_module_of_our_own_is_a_bug() -> None:
     assert not_installed(ModuleNotFoundError(name="shardwise.gone")) is None
+
+
+def failing(folder: Path, call: str) -> Exception:
+    """The error of a function of a file, which another file may call."""
+    folder.mkdir(parents=True)
+    source = f"def forward(work):\n    return {call}\n"
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(source, folder / "modeling_odd.py", "exec"), names)
+    with pytest.raises(RuntimeError) as caught:
+        names["forward"](lambda: torch.ones(2) @ torch.ones(3))
+    return caught.value
+
+
+def test_an_error_of_a_models_own_code_is_no_bug_of_ours(tmp_path: Path) -> None:
+    error = failing(tmp_path / "transformers/models/odd", "torch.ones(2) @ torch.ones(3)")
+    shown = known(error, fix="report it")
+    assert isinstance(shown, JobError)
+    assert shown.problems[0].where == "model.source, modeling_odd.py:2 in forward"
+    assert shown.problems[0].what.startswith("the model's own code fails: RuntimeError: ")
+
+
+def test_an_error_of_what_the_models_code_calls_is(tmp_path: Path) -> None:
+    shown = known(failing(tmp_path / "transformers/models/odd", "work()"), where="rank 0", fix="report it")
+    assert type(shown) is ShardwiseError
+    assert (shown.problems[0].where, shown.problems[0].fix) == ("rank 0", "report it")

@@ -33,7 +33,7 @@ from shardwise.cli.power import power
 from shardwise.cli.report import report
 from shardwise.cli.tables import tables
 from shardwise.cli.train import train
-from shardwise.errors import WRITE_ERRORS, JobError, ShardwiseError, not_installed, render, unwritten
+from shardwise.errors import JobError, ShardwiseError, known, render
 
 INTERRUPTED = 130
 _QUOTES = "?.)'"
@@ -107,9 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        known = _known(error)
-        print(render(known), file=sys.stderr)
-        return known.exit_code
+        shown = _shown(error)
+        print(render(shown), file=sys.stderr)
+        return shown.exit_code
     return int(code or 0)
 
 
@@ -131,18 +131,11 @@ def run() -> NoReturn:
     sys.exit(code)
 
 
-def _known(error: Exception) -> ShardwiseError:
+def _shown(error: Exception) -> ShardwiseError:
     """The error as a block can show it; what is not the user's is a bug, exit code 1."""
-    if isinstance(error, ShardwiseError):
-        return error
     if isinstance(error, _UsageError):
         return _usage(error)
-    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
-        return unwritten(error)
-    if isinstance(error, ModuleNotFoundError) and (missing := not_installed(error)):
-        return missing
-    fix = "this is a bug in shardwise: run again with --debug and report what it shows"
-    return ShardwiseError(f"{type(error).__name__}: {error}", fix=fix)
+    return known(error, fix="this is a bug in shardwise: run again with --debug and report what it shows")
 
 
 def _usage(error: Exception) -> JobError:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
+from shardwise.errors import JobError, model_code
 from shardwise.job import schema
 from shardwise.kernels.target import HOPPER, Target, meta_stands_for
 from shardwise.models.build import BuiltModel, build_model
@@ -73,7 +74,12 @@ class Tracer:
             objective = self._objective(part.model).to("meta").train()
             single = rows if single_segment_rows is None else single_segment_rows
             batch = objective.batch_kind.on_meta(rows, self._sequence_length, single_segment_rows=single)
-            recorder = _record(objective, part, batch, self._target)
+            try:
+                recorder = _record(objective, part, batch, self._target)
+            except NotImplementedError as error:  # torch's, where a result's size depends on values
+                what = f"the model's own code depends on values, which a plan has not: {model_code(error)}"
+                fix = "train with a strategy by its name, such as `strategy: zero3`, which needs no plan"
+                raise JobError(what, where="model.source", fix=fix) from None
         marked = mark_gradients(recorder.events)
         events = unfold(marked, folding, blocks, layout) if folding else marked
         if events is None:

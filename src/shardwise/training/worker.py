@@ -7,7 +7,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from shardwise.errors import WRITE_ERRORS, MachineError, ShardwiseError, not_installed, render, unwritten
+from shardwise.errors import MachineError, ShardwiseError, known, render
 from shardwise.launch import heartbeat
 from shardwise.launch.spec import LaunchSpec, write_report
 
@@ -29,9 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _work(spec)
     except Exception as error:  # noqa: BLE001  (the last place where a bug becomes an exit code)
-        known = error if isinstance(error, ShardwiseError) else _translate(error)
-        _report(known, getattr(known, "trace", None) or traceback.format_exc(), debug=spec.debug)
-        return known.exit_code
+        shown = error if isinstance(error, ShardwiseError) else _translate(error)
+        _report(shown, getattr(shown, "trace", None) or traceback.format_exc(), debug=spec.debug)
+        return shown.exit_code
     return 0
 
 
@@ -47,8 +47,6 @@ def _work(spec: LaunchSpec) -> None:
 
 def _translate(error: Exception) -> ShardwiseError:
     """An error of a library with a cause the user can act on; any other is a bug."""
-    if isinstance(error, ModuleNotFoundError) and (missing := not_installed(error)):
-        return missing
     import torch
 
     where = f"rank {os.environ.get('RANK', '0')}"
@@ -57,14 +55,12 @@ def _translate(error: Exception) -> ShardwiseError:
         return DisconnectedError(
             what, where=where, fix="run again with NCCL_DEBUG=INFO to see which link failed"
         )
-    if isinstance(error, OSError) and error.errno in WRITE_ERRORS:
-        return unwritten(error)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
         from shardwise.training.loop import overflows
 
         return overflows(where)
     fix = "this is a bug in shardwise: report it with the log; --debug prints the traceback"
-    return ShardwiseError(f"{type(error).__name__}: {error}", where=where, fix=fix)
+    return known(error, where=where, fix=fix)
 
 
 def _report(error: ShardwiseError, trace: str, *, debug: bool) -> None:
