@@ -167,6 +167,16 @@ CASES: dict[str, Case] = {
         (),
         ("data.eval,", "write data.eval"),
     ),
+    "arguments that another file makes": (
+        {
+            "train.py": "from transformers import Trainer\nfrom own import make\n"
+            "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
+            "Trainer(m, make(), eval_dataset=rows()).train()\n"
+        },
+        {"data.eval_fraction": None},
+        ("write data.eval",),
+        (),
+    ),
     "evaluation is off, and a share held out": (
         {"train.py": TRAINER.format("eval_dataset=r.train_test_split(test_size=0.2)['test']")},
         {"data.eval_fraction": 0.2, "train.eval_every": 0},

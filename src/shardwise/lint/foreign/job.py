@@ -52,7 +52,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     for document in documents:
         stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
-    by_trainer = any(of_script(one) == "trainer" for one in documents)
+    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
+    by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
     if by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
         evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
     if evaluates in _NO_STEPS[1:]:
