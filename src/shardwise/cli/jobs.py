@@ -11,7 +11,8 @@ from shardwise.cli.options import AsJson, Changes, JobFile, QLora
 from shardwise.errors import JobError, printable
 
 START = typer.Argument(metavar="PRESET|FILE", help="One of --list, or files with --from.  [default: lora]")
-FROM = typer.Option("--from", help="Make it of files of DeepSpeed, Trainer, accelerate, Axolotl and others.")
+TOOLS = "transformers, TRL, LLaMA-Factory, ms-swift, Unsloth, Axolotl, DeepSpeed or accelerate"
+FROM = typer.Option("--from", help=f"Make it of files of {TOOLS}.")
 OUT = typer.Option(metavar="FILE", help="Job file to write.")
 MODELS = typer.Option("--models", help="List the model shapes known without network.")
 
@@ -43,6 +44,7 @@ def init(
         made, said = translation(list(map(Path, start)), out.parent)
         print(f"wrote {next(presets.write_new({out: printable(made)}, out))}")
         print(printable("\n".join(shown(said, out))))
+        print(f"next: shardwise plan {shlex.quote(str(out))}")
     elif foreign or more or Path(preset).suffix in (".py", ".json", ".yaml", ".yml", ".sh"):
         fix = f"shardwise init --from {shlex.join(start or ['ds_config.json', 'train.py'])}"
         raise JobError("it takes one preset, or --from and files", where="shardwise init", fix=fix)

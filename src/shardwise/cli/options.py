@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -106,6 +107,20 @@ def planning() -> Iterator[None]:
 
         with reporting(decided):
             yield
+
+
+def say_to_dos(job: Path | None) -> None:
+    """Warn where a job file of `init --from` still asks something of its user."""
+    from shardwise.job.paths import read_bounded
+    from shardwise.job.source import LARGEST_FILE_BYTES, to_dos
+
+    if job is None or not job.is_file():
+        return
+    with contextlib.suppress(OSError):
+        text = read_bounded(job, LARGEST_FILE_BYTES).decode(errors="replace")
+        if count := len([*to_dos(text)]):
+            left = f"{count} to do{'s' * (count > 1)} of `shardwise init --from` left"
+            say(f"warning: {job}: {left}; `shardwise check {shlex.quote(str(job))}` shows each")
 
 
 def say(text: str) -> None:

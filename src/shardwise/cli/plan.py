@@ -19,6 +19,7 @@ from shardwise.cli.options import (
     RowLength,
     planning,
     say,
+    say_to_dos,
     stdout_to_stderr,
     write_text,
 )
@@ -74,6 +75,7 @@ def plan(
     margin: Margin = None,
 ) -> None:
     """Show what fits and how fast it is, before any GPU is touched."""
+    say_to_dos(job)
     if (lora is not None or qlora) and full:
         what = f"{'--qlora' if qlora else '--lora'} and --full say opposite things"
         raise JobError(what, where="shardwise plan", fix="keep one")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardwise.cli.options import QLORA, AsJson, Changes, MemoryCap, QLora, stdout_to_stderr
+from shardwise.cli.options import QLORA, AsJson, Changes, MemoryCap, QLora, say_to_dos, stdout_to_stderr
 
 JOB = typer.Argument(
     metavar="JOB", help="Job file (YAML); with --resume also a run folder.", show_default=False
@@ -64,6 +64,7 @@ def train(
     """Train a model as the job file says."""
     from shardwise.app.train import train as start
 
+    say_to_dos(job)
     # a dry run's stdout is its plan, as JSON
     with stdout_to_stderr() if as_json and not dry_run else contextlib.nullcontext():
         run = start(

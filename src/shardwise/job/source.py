@@ -22,6 +22,7 @@ Key = tuple[str, ...]
 
 LARGEST_FILE_BYTES = 1_000_000
 DEEPEST_NESTING = 20
+_TO_DO = re.compile(r"^# to do: (.*(?:\n#  .*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,13 @@ class Document:
     def problem(self, what: str, where: str, fix: str) -> None:
         """Note a problem, to be shown together with everything else that is wrong."""
         self.problems.append(Problem(what=what, where=where, fix=fix))
+
+
+def to_dos(text: str) -> Iterator[tuple[int, str]]:
+    """What a job file of `init --from` still asks of its user, and the lines."""
+    for comment in _TO_DO.finditer(text):
+        asked = " ".join(comment[1].replace("\n#", "").split())
+        yield text.count("\n", 0, comment.start()) + 1, asked
 
 
 def dotted(key: Key) -> str:

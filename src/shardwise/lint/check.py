@@ -12,7 +12,8 @@ from tempfile import NamedTemporaryFile
 from shardwise.errors import JobError, Problem
 from shardwise.job.load import LoadedJob, load_job
 from shardwise.job.schema import StrategySpec
-from shardwise.lint.document import Document, Kind, UnreadableError, line_at
+from shardwise.job.source import to_dos
+from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
@@ -29,7 +30,6 @@ from shardwise.space.rules import EVERY_RULE
 _IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
 _YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
-_TO_DO = re.compile(r"^# to do: (.*(?:\n#  .*)*)", re.MULTILINE)
 _DONE = "do what it says, and delete this comment"
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
@@ -185,10 +185,10 @@ def _job_findings(document: Document, setup: Setup) -> list[Finding]:
 
 def _open_to_dos(document: Document) -> Iterator[Finding]:
     """A warning for each sentence at the head of a job that `init --from` asks the user for."""
-    for comment in _TO_DO.finditer(document.text):
-        what = "open since `shardwise init --from`: " + " ".join(comment[1].replace("\n#", "").split())
+    for line, asked in to_dos(document.text):
+        what = f"open since `shardwise init --from`: {asked}"
         one = Finding(rule="job-to-do", severity="warning", file=document.name, what=what, fix=_DONE)
-        yield replace(one, line=line_at(document.text, comment.start()))
+        yield replace(one, line=line)
 
 
 def _broken_by_strategy(document: Document, setup: Setup, loaded: LoadedJob) -> Iterator[Finding]:

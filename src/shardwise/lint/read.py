@@ -29,6 +29,8 @@ _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
+_DEEPSPEED = {"zero_optimization", "gradient_clipping", "train_micro_batch_size_per_gpu", "steps_per_print"}
+_SECTIONS = {"fp16": "enabled", "bf16": "enabled", "optimizer": "params", "scheduler": "params"}
 UNKNOWN = "check does not know this kind of file"
 WHAT = "a DeepSpeed JSON, accelerate config, training script, its arguments or launch command, or job file"
 
@@ -85,6 +87,9 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         elif kind == "deepspeed" and other is None:
             what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
             raise UnreadableError(what, line=1, fix="write it as JSON")
+    parts = (part in document.section(key) for key, part in _SECTIONS.items())
+    if other and kind == "deepspeed" and not (_DEEPSPEED & document.values.keys() or any(parts)):
+        kind = other  # settings of the user's own: `optimizer: adamw`
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"

@@ -63,6 +63,7 @@ class Inputs:
         self.loaded = set[Path]()  # files that the script reads
         self.outside = set[str]()  # files that it names elsewhere, which are not read
         self.supported = False  # whether a value depends on what a GPU supports
+        self.absent = dict[str, Any]()  # variables that nothing sets, and what the script takes instead
 
     def flag(self, names: Sequence[str]) -> ast.expr | None:
         """The value of the first of these flags that the command has."""
@@ -84,8 +85,11 @@ class Inputs:
                 return self._variable(value_of(name), default)
             case ast.Subscript(value=holder, slice=name) if ast.unparse(holder) in ("os.environ", "environ"):
                 return self._variable(value_of(name), UNKNOWN)
+            case ast.Call(func=ast.Name(id="hasattr"), args=[holder, ast.Constant(value=str(name))]):
+                known = value_of(ast.Attribute(value=holder, attr=name, ctx=ast.Load()))
+                return known if known == UNKNOWN else True
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
-                self.supported = True
+                self.supported |= not ast.unparse(called).endswith("is_available")
                 return True
             case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
                 count = self.environment.get(_WORLD, "")
@@ -100,6 +104,8 @@ class Inputs:
             return UNKNOWN  # whatever the default
         if name in self.environment:
             self.taken.add(name)
+        elif default not in (None, "", UNKNOWN) and not _OF_LAUNCHER.match(name):
+            self.absent[name] = default
         return self.environment.get(name, default)
 
     def use(self, node: ast.AST) -> None:

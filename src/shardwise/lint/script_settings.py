@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from shardwise.job.source import Key
-from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.document import AUTO, Document, Mark
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
+from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
 
@@ -24,27 +25,12 @@ _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
-_TEMPLATE = re.compile(
-    r"['\"](conversations|messages|text|prompt)['\"]: |\bf['\"]|\.format\(|['\"] \+|\+ ['\"]"
-)  # what makes a text of fields
+_ENGINE_STEPS = re.compile(  # a loop that counts calls of DeepSpeed's `step()`; no loss has one
+    r"(while .*step|for \w*step\w* in range).*\n[\s\S]{0,4000}?"
+    r"\b(\w+)\.backward\([\s\S]{0,2000}?\b\2\.step\("
+)
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
-_LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
-_CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
-_PRINTS = re.compile(r"(?i)print|log|warn|error|info|debug")
-_SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
-    "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
-    "packed()": re.compile(
-        r"def group_texts|concatenated_examples|np\.memmap\(|"
-        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1\[\w*:[^]\n]{0,40}(?:len|size|block|max)"
-    ),
-    "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*\]\s*\*\s*len\("),
-    "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
-    "labels()": re.compile(r"labels\W{0,4}[=:][^=\n]*input_ids"),
-    "scheduler()": re.compile(
-        r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|group\w*(\[\d\])?\[[\"']lr[\"']\]\s*="
-    ),
-}
 
 
 class Settings:
@@ -63,7 +49,8 @@ class Settings:
     ) -> None:
         name_as_imported(program := ast.parse(text))
         self.calls = calls
-        self.known = Values(program, inputs or Inputs() if calls else None)
+        self._inputs = inputs or Inputs()
+        self.known = Values(program, self._inputs if calls else None)
         self.values, self.marks, self.uses = dict[str, Any](), dict[Key, Mark](), set[str]()
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
@@ -80,6 +67,7 @@ class Settings:
             if k.arg == "strategy"
         ]
         self.strategies = {self.known.meant(one) for one in used}  # Lightning's
+        self.rows = Rows(nodes, self.known)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
         trainers = {*names("trainers")} - own if calls else set[str]()
         self._loops = not trainers & {*map(_last, made)}  # else those of a callback train nothing
@@ -98,29 +86,17 @@ class Settings:
             self.values[_DDP] = True  # the branch is that of several processes
         self._put(self.tokenizer)
         if calls:
-            self._put(self._seen_in(text))
+            self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
+            if not any(one[0].startswith("text by") or one == ("formatting_func",) for one in self.marks):
+                self._put(self.rows.prompts(after))
 
     def _later_arguments(self, keys: Collection[str]) -> Said:
         """Settings of arguments that a parser or a function elsewhere makes: `training_args.bf16 = True`."""
         said = Said()
         for name, line, value in self.known.stored(ARGUMENTS):
-            if name in keys and value is not None:
-                said |= self.known.entries(value, (name,), line)
+            if name in keys:
+                said |= self.known.entries(value, (name,), line) if value else {(name,): (line, UNKNOWN)}
         return said
-
-    def _seen_in(self, text: str) -> Said:
-        """What the words of a script show, without being an argument."""
-        found = {name: one.search(text) for name, one in _SEEN.items()}
-        lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
-        if "SFTTrainer" not in text or self.values.get("completion_only_loss") is not None:
-            lines.pop("completion()", None)
-        if (labels := lines.pop("labels()", 0)) and "masked()" not in lines:
-            masks = "-100" in text
-            lines["labels(-100)" if masks else "labels()"] = labels
-            padded = (self.values.get("tokenizer") or {}).get("padding")
-            again = any(one.endswith("DataCollatorForLanguageModeling") for one in self.uses)
-            lines |= {"labels(padding)": labels} if padded and not (masks or again) else {}
-        return {(name,): (line, UNKNOWN if name == "scheduler()" else True) for name, line in lines.items()}
 
     def _take(self, node: ast.AST) -> None:
         """Calls, `for epoch in range(3)`, and `if (i + 1) % 8 == 0: optimizer.step()`, which accumulates."""
@@ -136,7 +112,7 @@ class Settings:
                 plain = name_of(rows.func) == "range" and len(rows.args) == 1
                 if self.calls and plain and self.known.runs(node):
                     self._put(self.known.entries(rows.args[0], (key,), node.lineno))
-            case ast.For() if self._loops:
+            case ast.For() | ast.While() if self._loops:
                 self._loop(node)
             case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
@@ -150,7 +126,7 @@ class Settings:
                 self._put({(f"text by {name}",): made_of} if read and self.calls else {})
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
                 for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
-                    given = self.known.flag(field)
+                    given = self._inputs.flag([field])
                     self._put(self.known.entries(given or value, (field,), value.lineno))
 
     def _called(self, call: ast.Call) -> str:
@@ -163,17 +139,23 @@ class Settings:
         names_ = [name_of(one).rpartition(".")[2] for one in either]
         return next((one for one in names_ if one in self.calls), last)
 
-    def _loop(self, loop: ast.For) -> None:
+    def _loop(self, loop: ast.For | ast.While) -> None:
         """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
+        if self.calls and _ENGINE_STEPS.match(ast.unparse(loop)):
+            self._put({("engine.step()",): (loop.lineno, True)})
+        if isinstance(loop, ast.While):
+            return
         calls = (one for one in ast.walk(loop.iter) if isinstance(one, ast.Call))
         counts = next((one.args for one in calls if name_of(one.func) == "range" and one.args), [])
         if not counts:
             return
-        key, end = "", counts[-1]
+        key, end = "", counts[min(1, len(counts) - 1)]
         inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
         text = "".join(map(ast.unparse, loop.body))
         if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
             key = "range(epochs)"
+        elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
+            key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]
         elif ".backward(" in text:
             key = "range(steps)" if ".step()" in text else "accumulation"
         if len(counts) == 2 and self.known.value(counts[0]) == 1:
@@ -192,7 +174,8 @@ class Settings:
         self.uses.add(called := name_of(call.func))
         formats = [one.value for one in call.keywords if one.arg == "formatting_func"]
         for one in call.args[:1] if last in ("map", "filter") else formats:
-            self._text(self.known.meant(one), "filter" if last == "filter" else "text")
+            if self.calls:
+                self._put(self.rows.text_by(one, "filter" if last == "filter" else "text"))
         if last in names("trainers") and self.calls:
             self._collator(call)
         said = self._given(call, last)
@@ -207,29 +190,6 @@ class Settings:
             self._arguments(call, called, said)
         else:
             self._of_a_job(call, last, said)
-
-    def _text(self, made: ast.AST, kind: str) -> None:
-        """What text a function makes of a row, or of which field it is; or that it is a filter of rows."""
-        if not self.calls or not isinstance(made, ast.FunctionDef | ast.Lambda):
-            return
-        inner, text = [*ast.walk(made)], ast.unparse(made)
-        chats = "apply_chat_template(" in text and {*_FIELD.findall(text)} <= _CHATS and "'role'" not in text
-        if kind == "text" and chats and not _TEMPLATE.search(text.replace("'text': ", "")):
-            return  # the chat template alone makes it, as in a job
-        calls = [one for one in inner if isinstance(one, ast.Call)]
-        if kind == "filter" or _TEMPLATE.search(text):
-            shown = {part for one in calls if _PRINTS.search(ast.unparse(one.func)) for part in one.args}
-            texts = [ast.unparse(one) for one in inner if isinstance(one, ast.JoinedStr) and one not in shown]
-            made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
-            texts += [str(self.known.value(one.value)) for one in made_of if one.attr == "format"]
-            text = max(texts, key=len, default="")[:_LONGEST].replace("$", "")
-            self._put({(f"{kind} by {getattr(made, 'name', 'a lambda')}",): (made.lineno, text)})
-            return
-        for one in calls:
-            match one.args[:1]:
-                case [ast.Subscript(slice=ast.Constant(value=str(field)))] if field != "text":
-                    if "tok" in name_of(one.func).lower():
-                        self._put({("tokenised field",): (one.lineno, field)})
 
     def _collator(self, call: ast.Call) -> None:
         """Of a trainer: one of the script's own decides which tokens the loss counts."""

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import operator
 import re
 from collections.abc import Callable
@@ -23,6 +24,8 @@ _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int,
+    "math.ceil": math.ceil,
+    "round": round,
     "float": float,
     "str": str,
     "bool": bool,

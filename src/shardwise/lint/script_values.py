@@ -39,12 +39,15 @@ class Values:
         self.flow = Flow(self._above, self.value, imported=self._inputs.imported)
         self.presets = Presets(self._inputs)
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
+        self._attributes = list[tuple[ast.Attribute, ast.expr | None]]()  # that are set
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         for node in nodes:
             self._bind(node)
         for node in nodes if self._defaults else ():
             self.presets.take(node, self.meant)
+        for node, value in self._attributes:
+            self._store(node, value)
         for node in nodes:
             self._change(node)
 
@@ -159,17 +162,11 @@ class Values:
                     if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
                         yield name, holder.lineno, value
 
-    def flag(self, name: str) -> ast.expr | None:
-        """What the command gives for a flag."""
-        return self._inputs.flag([name])
-
     def runs(self, node: ast.AST, deep: int = 3) -> bool:
         """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
-        if not self.flow.runs(node):
-            return False
         function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
         uses = self._uses_of(function) if function is not None and deep else []
-        return not uses or any(self.runs(one, deep - 1) for one in uses)
+        return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
 
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
@@ -204,7 +201,7 @@ class Values:
             case ast.Name(id=name, ctx=ast.Store()):
                 self._bound[scope, name].append(value)
             case ast.Attribute():
-                self._store(node, value)
+                self._attributes.append((node, value))
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
                 certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
                 self._stores[name].append((holder, given if certain else None))
@@ -222,9 +219,8 @@ class Values:
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
         """Note what an attribute is set to, but for the epochs that transformers' scripts compute again."""
         again = node.attr == "num_train_epochs" and value and "max_train_steps" in ast.unparse(value)
-        scope = next(self.flow.scopes(node), None)
-        certain = self.flow.block(self.flow.statement(node)) is scope
-        if not again:
+        certain = self._block(self.flow.statement(node)) is next(self.flow.scopes(node), None)
+        if not again and not (self._defaults and not self.flow.runs(node)):
             self._stores[node.attr].append((node.value, value if certain else None))
 
     def _next(self, node: ast.AST) -> list[Any]:
@@ -367,12 +363,17 @@ class Values:
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
         if self._defaults and not self.flow.runs(by):
             return
-        here, block = self._block_of_maker(holder), self.flow.block(by)
-        while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
-            block = self.flow.block(block)  # it runs
+        here, block = self._block_of_maker(holder), self._block(by)
         for one in found:
             certain = len(found) == 1 and block in (self.flow.block(self.flow.statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
+
+    def _block(self, by: ast.AST) -> ast.AST | None:
+        """The statement or scope that holds another, through those whose body runs."""
+        block = self.flow.block(by)
+        while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
+            block = self.flow.block(block)
+        return block
 
     def _uses_of(self, function: ast.FunctionDef) -> list[Any]:
         """Where a function is called; `json.load` is no use of a `load` outside a class."""

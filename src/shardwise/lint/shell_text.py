@@ -33,6 +33,8 @@ _PLAIN = re.compile(
     r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]|\\\n))",
     re.MULTILINE,
 )
+_TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  # the name of a script
+_TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
 _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
@@ -75,7 +77,7 @@ def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
             values[key], marks[key,] = value, Mark(line=line)
             own |= {key} & flags
     rest, same = "\n".join(rows[count:]), re.escape(str(values.get("script")))
-    again = rf"^[^#\n]*(python3?[ \t](?:[^#\n]*[ \t/])?{same})(?!\S)"
+    again = rf"^[^#\n]*(python3?[ \t](?:[^#\n]*[ \t/])?(?:{same}|{_TRAINING})|{_TOOLS})(?!\S)"
     below = plain and (_COMMAND.search(rest) or re.search(again, rest, re.MULTILINE))
     if below:
         line = first + count + rest.count("\n", 0, below.start())

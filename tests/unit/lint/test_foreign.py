@@ -116,7 +116,7 @@ def test_a_yaml_for_mamba(files: Path) -> None:
     assert (job.train.steps, job.train.micro_batch, job.optimizer.learning_rate) == (200_000, 1, 1e-4)
     assert said == [
         "to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl",
-        "assumed, as a training that names no rows to evaluate on does: data.eval_fraction=0",
+        "assumed, as a training that evaluates on no rows does: data.eval_fraction=0",
         "not said by the files, so shardwise's own: optimizer.schedule cosine, "
         "train.precision bf16, train.save_every 100, train.keep 2, tracking [tensorboard]",
     ]
@@ -315,6 +315,9 @@ def test_paths_count_from_the_folder_of_the_job(files: Path, capsys: pytest.Capt
     assert job.model.source == "meta-llama/Llama-2-7b-hf"
 
 
+PARTS = {"weights", "least_rate"}  # of keys of a job (resolve.py)
+
+
 def test_every_key_is_one_of_a_job() -> None:
     known = {".".join(key) for key in json_schema.every_key()}
     changes = [rule if isinstance(rule, str) else "" for rule in TABLE["keys"].values()]
@@ -323,7 +326,7 @@ def test_every_key_is_one_of_a_job() -> None:
     ]
     changes += [change for row in TABLE["defaults"] for change in row["job"]]
     targets = {change.partition("=")[0] for change in changes if change}
-    assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known | {"weights"}
+    assert {one for one in targets if not one.startswith(("batch.", "model.config."))} <= known | PARTS
     decided = {one for keys in TABLE["unread"].values() for one in keys if not one.startswith("batch.")}
     assert decided <= known
 
@@ -437,6 +440,7 @@ def test_the_verb_writes_the_job_and_check_names_the_verb(capsys: pytest.Capture
     assert main(["init", "--from", "mamba.yaml", "--out", "new.yaml"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("wrote new.yaml\nto do: data.train")
+    assert out.endswith("next: shardwise plan new.yaml\n")
     assert Path("new.yaml").read_text().startswith("# made of mamba.yaml\n# to do: data.train")
     assert main(["init", "--from", "mamba.yaml", "--out", "new.yaml"]) == 2, "it exists"
     capsys.readouterr()
@@ -629,7 +633,7 @@ def test_the_collator_for_language_modeling_trains_on_all_tokens(files: Path) ->
             "DeepSpeed has no such key; did you mean train_batch_size?",
         ),
         ("output_dir: a\nlearning_ratee: 1e-4\n", "a job has no such key; did you mean learning_rate?"),
-        ("num_processes: 2\ndeepsped_config: {zero_stage: 2}\n", "did you mean deepspeed_config?"),
+        ("num_processes: 2\ndeepsped_config: {zero_stage: 2}\n", "did you mean deepspeed_config.zero_stage?"),
     ],
 )
 def test_an_unknown_key_is_called_that_with_the_nearest(files: Path, text: str, said: str) -> None:
@@ -810,7 +814,7 @@ def test_weights_in_halves_lose_to_the_tool_s_precision(files: Path) -> None:
         ("Trainer(model, TrainingArguments('o'), optimizers=(make(), None))", "learning_rate beta2 schedule"),
         ("torch.optim.AdamW(x)\nscheduler = build(optimizer)", "schedule warmup_steps"),
         ("torch.optim.AdamW(x)\nfor b in loader:\n    lr_sched.step()", "schedule warmup_steps"),
-        ("Trainer(model, TrainingArguments('o'), eval_dataset=rows)", "eval"),
+        ("Trainer(model, TrainingArguments('o', eval_strategy='steps'), eval_dataset=rows)", "eval"),
         ("torch.optim.AdamW(x)\nvalid = DataLoader(eval_rows, batch_size=8)", "eval"),
         ("Trainer(model, TrainingArguments('o'), **make())", "eval"),
     ],

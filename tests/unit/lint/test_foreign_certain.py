@@ -139,7 +139,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "a share of the rows": (
         {"a.yaml": "model_name_or_path: a/b\nper_device_train_batch_size: 2\ntest_size: 0.05\n"},
-        {"data.eval_fraction": None},
+        {"data.eval_fraction": 0.05},
         "to do: a.yaml:3: test_size 0.05: not understood; write data.eval_fraction",
     ),
     "a notebook's export": (

@@ -275,7 +275,8 @@ CASES: dict[str, Case] = {
         },
         {},
         (
-            "left out: shardwise does it itself: ddp_timeout, disable_tqdm, logging_dir, logging_steps, push_to_hub",
+            "left out: shardwise does it itself: ddp_timeout, disable_tqdm, logging_dir, logging_steps",
+            ": `shardwise export --push` sends the model to the hub",
         ),
         (),
     ),

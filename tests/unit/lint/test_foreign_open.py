@@ -9,6 +9,7 @@ import pytest
 
 import shardwise
 from foreign_files import Case, check_case, made_of
+from shardwise.cli import main
 from shardwise.errors import JobError
 from shardwise.lint.foreign import translation
 
@@ -272,7 +273,7 @@ CASES: dict[str, Case] = {
         {"data.chat_template": None},
         (
             "to do: a.yaml: chat_template (line 3) `{% for m in",
-            "messages...`: write data.chat_template, a file with this text",
+            "...`: write data.chat_template, a file with this text",
             "eos_token (line 4) `<|end|>`: prepare a tokenizer that ends answers with it",
             "rope_theta (line 7) `30000`: prepare a model folder",
             "left out: a job has no such key: debug\nleft out: shardwise does it itself: logging_steps",
@@ -358,7 +359,7 @@ CASES: dict[str, Case] = {
             "strategy": "fsdp2",
         },
         (
-            "loop.py:2: max_words 512: not understood; write data.sequence_length; until then 1024",
+            "loop.py:2: max_words 512: not understood; write data.sequence_length; until then 512",
             "pure_bf16: True: the weights and the moments",
         ),
         ("could not be read",),
@@ -745,6 +746,20 @@ def test_check_warns_of_each_open_to_do(tmp_path: Path, monkeypatch: pytest.Monk
     kept = [line for line in text.splitlines(keepends=True) if not line.startswith(("# to do", "#     "))]
     Path("job.yaml").write_text("".join(kept))
     assert not shardwise.check("job.yaml").findings
+
+
+@pytest.mark.parametrize("verb", ["plan", "train"])
+def test_plan_and_train_warn_of_open_to_dos(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, _ = made_of({"a.yaml": f"{YAML}dataset: c/d\nwarmup_ratio: 0.1\n"}, tmp_path, monkeypatch)
+    Path("job.yaml").write_text(text)
+    main([verb, "job.yaml", "--set", "train.stepz=1"])  # which ends before anything is traced
+    left = "2 to dos of `shardwise init --from` left; `shardwise check job.yaml` shows each"
+    assert capsys.readouterr().err.startswith(f"warning: job.yaml: {left}\n")
+    Path("job.yaml").write_text(text.replace("# to do", "# done"))
+    main([verb, "job.yaml", "--set", "train.stepz=1"])
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["README.md", "folder"])

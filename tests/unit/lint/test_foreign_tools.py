@@ -156,9 +156,31 @@ CASES: dict[str, Case] = {
         ("write data.eval",),
     ),
     "evaluation is on": (
-        {"train.py": TRAINER.format("eval_dataset=rows()")},
+        {"train.py": TRAINER.format("eval_dataset=rows()").replace("'o'", "'o', eval_strategy='steps'")},
         {"data.eval_fraction": None},
         ("write data.eval",),
+        (),
+    ),
+    "evaluation is off, whatever the rows": (
+        {"train.py": TRAINER.format("eval_dataset=rows()").replace("'o'", "'o', eval_steps=50")},
+        {"data.eval_fraction": 0, "train.eval_every": None},
+        (),
+        ("data.eval,", "write data.eval"),
+    ),
+    "arguments that another file makes": (
+        {
+            "train.py": "from transformers import Trainer\nfrom own import make\n"
+            "from transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
+            "Trainer(m, make(), eval_dataset=rows()).train()\n"
+        },
+        {"data.eval_fraction": None},
+        ("write data.eval",),
+        (),
+    ),
+    "evaluation is off, and a share held out": (
+        {"train.py": TRAINER.format("eval_dataset=r.train_test_split(test_size=0.2)['test']")},
+        {"data.eval_fraction": 0.2, "train.eval_every": 0},
+        (),
         (),
     ),
     "a share is held out, without an evaluation": (

@@ -196,7 +196,7 @@ CASES |= {
             "c.yaml": "model_name_or_path: a/b\nlr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-6}\n"
         },
         {"optimizer.schedule": "cosine"},
-        ("to do: c.yaml: lr_scheduler_kwargs.min_lr (line 3) `1e-06`: write optimizer.final_fraction",),
+        ("to do: c.yaml:3: lr_scheduler_kwargs.min_lr 1e-06: write optimizer.final_fraction",),
         (),
     ),
 }
@@ -390,7 +390,7 @@ CASES |= {
     "the rest of the train split": (
         {
             "train.py": "from trl import SFTTrainer, SFTConfig\nfrom datasets import load_dataset\nd = load_dataset('a/b', split='train[:95%]')\ne = load_dataset('a/b', split='train[95%:]')\n"
-            "SFTTrainer(model='a/b', args=SFTConfig(output_dir='o'), train_dataset=d, eval_dataset=e)\n"
+            "SFTTrainer(model='a/b', args=SFTConfig(output_dir='o', eval_strategy='steps'), train_dataset=d, eval_dataset=e)\n"
         },
         {"data.split": "train[:95%]", "data.train": "a/b"},
         ("eval_dataset: a job takes these rows from a file, or holds out a share",),

@@ -42,7 +42,8 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
         names = [one.strip() for one in str(values[name]).split(",") if one.strip()]
         files = [info.file_of(one) for one in names]
         if not all(files):
-            what = f"{values.pop(name)}: files that {info.file} should name; write {TABLE['keys'][name]}"
+            write = TABLE["keys"][name] + ", or data.eval_fraction" * (name == "eval_dataset")
+            what = f"{values.pop(name)}: files that {info.file} should name; write {write}"
             said.append(f"to do: {document.name}:{document.line((name,))}: {name}: {what}")
         elif names != files:
             values[name] = files if len(files) > 1 else files[0]

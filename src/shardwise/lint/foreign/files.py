@@ -11,6 +11,7 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.foreign.sections import opened
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -25,12 +26,12 @@ from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
 _FILLS = _WORDS["fills"]
-_ARGUED = "its command, or a file, gives it arguments; add that to --from"
-_SETTINGS = (".yaml", ".yml", ".json")
+ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
 _ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
 _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
+_OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
@@ -39,12 +40,13 @@ _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
     documents, broken = load(files, other="training")
-    if more := [path for one in documents for path in _filled(one, documents, said)]:
-        documents, broken = load([*files, *more], other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
-    texts = " ".join(one.text for one in documents if one.syntax == "python")
+    texts = "\n".join(one.text for one in documents if one.syntax == "python")
+    theirs = {*_OWN_TRAINER.findall(texts)}
+    calls = ([name for name in one.uses if name.rpartition(".")[2] not in theirs] for one in documents)
+    documents = tuple(replace(one, uses=frozenset(kept)) for one, kept in zip(documents, calls, strict=True))
     for one in documents:
         _refuse(one, texts)
         said += _own_trainers(one, texts)
@@ -57,7 +59,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         if one.syntax == "python" and one.kind != "deepspeed":
             settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
             if _FILLS.search(one.text) and not (commands or settings):
-                said.append(f"to do: {one.name}: {_ARGUED}")
+                said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said)
             commands = [_without_flags(command, script, inputs, said) for command in commands]
@@ -73,7 +75,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
     named = [one for one in plain if one not in mine]
     given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
-    used = sorted([*commands, *scripts, *mine], key=lambda one: order[one.name])
+    apart = [one if Path(one.name).resolve() in loaded else opened(one, scripts, said) for one in mine]
+    used = sorted([*commands, *scripts, *apart], key=lambda one: order[one.name])
     for one in used:
         said += _of_names(one, given, asked, alone=not (named or inner))
     if given:
@@ -118,6 +121,8 @@ def _own_trainers(script: Document, texts: str) -> Iterator[str]:
 
 def _refuse(document: Document, texts: str) -> None:
     """Stop at a job, at a file that is not read, and at a method that no job has. `texts`: all scripts'."""
+    if not document.text.strip():
+        raise JobError("it is empty", where=document.name, fix="name the file with the settings")
     if document.kind == "job":
         raise JobError("it is a job file already", where=document.name, fix="shardwise train takes it")
     if document.syntax != "python" and (tool := unread_tool(document)):
@@ -138,7 +143,11 @@ def _refuse(document: Document, texts: str) -> None:
     if task and not _WORDS["causal"].search(texts):
         other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
-    if _WORDS["generates"].search(script) and not _WORDS["trains"].search(script):
+    idle = bool(_WORDS["generates"].search(script)) and not _WORDS["trains"].search(script)
+    if document.syntax in ("yaml", "json") and not texts and {*TABLE["no_training"]} & document.values.keys():
+        decided = {target for key in document.values for target in targets(key, below=True)}
+        idle = not decided & {"data.train", "optimizer.learning_rate", "train.epochs", "train.steps"}
+    if idle:
         fix = "name the script that does"
         raise JobError("nothing in it trains a model", where=document.name, fix=fix)
     for name, line in other:
@@ -159,19 +168,6 @@ def _in_full(command: Document, options: set[str]) -> Document:
     return replace(command, values=values, marks=marks, flags=frozenset(flags))
 
 
-def _filled(command: Document, documents: Sequence[Document], said: list[str]) -> list[Path]:
-    """The file of a flag `--config` from which a parser of a script takes its arguments."""
-    name = str(command.get("config")) if "config" in command.flags else ""
-    fills = any(one.syntax == "python" and _FILLS.search(one.text) for one in documents)
-    if not fills or not name.endswith(_SETTINGS):
-        return []
-    there = found([name], Path(command.name).parent)
-    if not there and Path(name).name not in {Path(one.name).name for one in documents}:
-        place = f"{command.name}:{command.line(('config',))}"
-        said.append(f"to do: {place}: {name} is not there; add it to --from")
-    return there
-
-
 def _inputs(
     script: Document, settings: Sequence[Document], commands: Sequence[Document], all_: Sequence[Document]
 ) -> Inputs:
@@ -182,6 +178,7 @@ def _inputs(
     for one in commands:
         flags |= {key: one.values[key] for key in one.flags & one.values.keys()}
         environment |= one.environment
+        environment |= {name: str(value) for name, value in one.values.items() if name.isupper()}
     plain = any(str(one.get("launcher")).startswith("python") for one in commands)
     counts = map(launched_processes, (*commands, *(one for one in all_ if one.kind == "accelerate")))
     count = next((count for count in counts if count is not None), None)
@@ -244,7 +241,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
     kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
-    gone = inputs.taken - kept - {"use_peft"}  # which decides whether the adapters' defaults hold
+    gone = inputs.taken - kept - TABLE["no_adapters"].keys()  # which decide whether adapters' ranks hold
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
@@ -310,7 +307,8 @@ def _take_flags(script: Document, read_: Settings) -> None:
 
 def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Document]:
     """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
-    read_ = Settings(script.text, TABLE["calls"], {*TABLE["keys"]}, inputs)
+    keys = {key.partition(".")[0] for key in TABLE["keys"]}
+    read_ = Settings(script.text, TABLE["calls"], keys, inputs)
     values = read_.values
     data = (values.get("load_dataset") or {}).get("data_files")
     for path in found([data] if isinstance(data, str) else [], Path(script.name).parent):
@@ -328,6 +326,9 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
         first, *more = read_.trainings
         lines = ", ".join(map(str, more))
         said.append(f"to do: {script.name}:{lines}: another training, which is not read; line {first}'s is")
+    if inputs.absent:
+        absent = ", ".join(f"{name} ({value})" for name, value in inputs.absent.items())
+        said.append(f"assumed: {script.name} finds no variable of the environment {absent}")
     if inputs.supported:
         said.append(f"assumed: the GPUs compute in bf16, which {script.name} asks them")
     yield replace(script, values=values, marks=read_.marks)

@@ -24,7 +24,7 @@ from shardwise.lint.translate import translate
 
 _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
-_EVALUATES = {"eval_strategy", "evaluation_strategy", "eval_dataset", "**"}  # without them a Trainer does not
+_EVALUATES = {"eval_strategy", "evaluation_strategy", "**"}  # without them a Trainer does not
 _SHARED = ("fsdp2", '{"engine": "ddp"}')  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
@@ -52,6 +52,14 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     for document in documents:
         stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
+    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
+    by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
+    if by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
+        evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
+    if evaluates in _NO_STEPS[1:]:
+        stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
+        held_out = [one for one in stated if one.key == "data.eval_fraction"]
+        stated += [one._replace(key="train.eval_every", value="0") for one in held_out[:1]]
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
     if setup.launched == 1:  # which has nothing to share
@@ -64,31 +72,37 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if one.key != _TARGETS or one.word]
     models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
     stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
+    stated = [resolve.with_last_rate(one, stated, said) for one in stated]
     lost = {one.key for one in stated if not one.value}
-    stated = resolve.with_precision([one for one in stated if one.value])
+    outputs = [one.get("output_dir") for one in documents]
+    stated = [resolve.as_folder(one, outputs) for one in stated if one.value]
+    stated = resolve.with_precision(stated)
     if not stated:
         to_do = [one for one in said if one.startswith("to do")]
         fix = "; ".join(to_do) or "add the launch command, or the file with the arguments"
         raise JobError("none of its settings is one of a job", where=", ".join(map(str, files)), fix=fix)
     given = {one.key for one in stated} | lost
     idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
-    by_trainer = any(of_script(one) == "trainer" for one in documents)
-    quiet = by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}
-    idle["data.eval"] = quiet or evaluates in _NO_STEPS[1:]
+    idle["data.eval"] = evaluates in _NO_STEPS[1:]
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
-    open_ |= suspects(documents, given | open_.keys(), said)
+    found = suspects(documents, given | open_.keys(), said)
+    open_ |= {key: place for key, (place, _) in found.items()}
+    numbers = {key: until for key, (_, until) in found.items() if until}
+    asked = {"data.eval"} if any("write data.eval" in one for one in said) else set[str]()
     plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
     keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
-    assumed = defaults(keys | given | open_.keys(), documents, model, said)
+    assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)
+    assumed += [f"{key}={value}" for key, value in numbers.items()]
     said += resolve.conflicts(stated)
     said += to_do
     parts = [*(one.split("=") for one in assumed), *((one.key, one.value) for one in stated)]
     batch = {name[6:]: int(value) for name, value in parts if name.startswith("batch.")}
     if swift and not {"accumulation", "total"} & batch.keys() and "batch.accumulation" not in open_:
         batch["total"] = resolve.swift_rows(batch, said)
-    rows = resolve.batch(batch, unsaid=any(key.startswith("batch.") for key in open_), said=said)
+    in_part = any(key.startswith("batch.") for key in open_.keys() - numbers)
+    rows = resolve.batch(batch, unsaid=in_part, said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
     precision = [change for one in in_order[-1:] for change in one.changes[1:2]]
     job = source.Document(name="the files")
@@ -101,8 +115,10 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
 
 def _without_adapters(documents: Sequence[Document]) -> str:
     """Where a file says that there are no adapters, whatever their rank would be."""
+    if any(one.get(key) is True for one in documents for key in TABLE["no_adapters"]):
+        return ""
     for one in documents:
-        for key, off in (("finetuning_type", "full"), ("train_type", "full"), ("use_peft", False)):
+        for key, off in TABLE["no_adapters"].items():
             if one.get(key) == off and type(one.get(key)) is type(off):
                 return f"{one.name}:{one.line((key,))}: {key} {json.dumps(off)}"
         if one.has("base_model") and one.syntax == "yaml" and not one.get("adapter") and one.get("lora_r"):

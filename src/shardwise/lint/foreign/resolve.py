@@ -5,15 +5,18 @@ Of the strategy, calls, flags and words give parts, which are put together.
 
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from shardwise.job.paths import is_local
 from shardwise.job.schema import BUCKET, Train
 from shardwise.job.strategies import NAMED
 from shardwise.lint.foreign.statements import Statement
+from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
@@ -46,6 +49,27 @@ def with_precision(stated: Sequence[Statement]) -> list[Statement]:
     if not halves:
         return [*others, *own]
     return [*(one for one in own if one.value != "fp32"), *others]
+
+
+def with_last_rate(one: Statement, stated: Sequence[Statement], said: list[str]) -> Statement:
+    """A statement of the last rate as a share of the first; without a value where no file says the first."""
+    if one.key != "least_rate" or not one.value:
+        return one
+    rates = [as_number(rate.value) for rate in stated if rate.key == "optimizer.learning_rate"]
+    first, least = (rates or [None])[-1], as_number(one.value)
+    if least and not first:
+        said.append(f"to do: {one.place}: write optimizer.final_fraction, this rate as a share of the first")
+    share = f"{least / first:.6g}" if least and first else "0" * (least == 0)
+    return one._replace(key="optimizer.final_fraction", value=share)
+
+
+def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
+    """A model that a run has written, as a path: `out/checkpoint-100` could be a name on a hub."""
+    name = one.value.strip('"')
+    written = re.search(r"(^|/)checkpoint-\d+/?$", name)
+    inside = any(f"{name}/".startswith(f"{str(folder).rstrip('/')}/") for folder in outputs if folder)
+    own = one.key == "model.source" and not is_local(name) and (written or inside)
+    return one._replace(value=f"./{name}") if own else one
 
 
 def changes(stated: Sequence[Statement]) -> list[str]:

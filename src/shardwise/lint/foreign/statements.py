@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 from shardwise.errors import JobError
@@ -42,9 +41,7 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     for key, value in _pairs(document):
         place = (key,) if document.has(key) else tuple(key.split("."))
-        if key.endswith(".nvme_path") and '"nvme"' not in strategy:
-            continue  # it belongs to another strategy
-        if key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy:
+        if _is_met(key, setup, strategy):
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
@@ -62,10 +59,10 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
                 said.append(f"to do: {at} {value}: {meant}")
             else:
                 asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
-                shown = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
-                left_out[meant].append(
-                    shown + f" `{shorten(str(value), _LONGEST, placeholder='...')}`" * asks
-                )
+                words = " ".join(str(value).split())
+                shown = f"{words[:_LONGEST]}{'...' * (len(words) > _LONGEST)}"
+                name = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
+                left_out[meant].append(name + f" `{shown}`" * asks)
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue
@@ -81,6 +78,14 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         at = f"{document.name}:{document.line((OPEN,))}: {document.get(OPEN)}"
         said.append(f"to do: {at}: only the shell knows the flags in it; write what they say")
     said += [text for why, keys in left_out.items() for text in _left_out(document, why, keys)]
+
+
+def _is_met(key: str, setup: Setup, strategy: str) -> bool:
+    """Whether there is nothing to say of a key, for what other keys say."""
+    if key == "engine.step()":
+        return 1 in (one.get("gradient_accumulation_steps") for one in setup.documents)
+    off = key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy
+    return off or (key.endswith(".nvme_path") and '"nvme"' not in strategy)
 
 
 def _left_out(document: Document, why: str, keys: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ tool stands for what it may say.
 """
 
 import ast
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -16,7 +17,14 @@ from shardwise.lint.script_inputs import fields, name_of, options
 
 _CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
 _OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
-_WRITE = {"batch.micro": "train.micro_batch", "batch.accumulation": "train.global_batch"}
+_WRITE = {"batch.micro": "train.micro_batch, train.global_batch", "batch.accumulation": "train.global_batch"}
+# keys that hold what such a setting says until the user has looked: the type, least and most
+_NUMBERS: dict[str, tuple[type, Any, Any]] = {
+    "data.sequence_length": (int, 16, 2**20),
+    "data.packing": (bool, True, True),
+    "data.eval_fraction": (float, 0, 0.5),
+    "batch.micro": (int, 1, 4096),
+}
 _STEPS = re.compile("steps?$|iter", re.IGNORECASE)
 _INSTEAD = {
     "data.eval_fraction": ("data.eval",),
@@ -29,12 +37,16 @@ _OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
 _LOSS = "it changes the loss, and a job has only that of the next token"
 
+
 Setting = tuple[str, int, Any]  # name, line, value; None where the text does not show it
 
 
-def suspects(documents: Sequence[Document], known: set[str], said: list[str]) -> dict[str, str]:
-    """By key of the job, the place of what may decide it; `known`: keys that something decides."""
-    found = dict[str, str]()
+def suspects(documents: Sequence[Document], known: set[str], said: list[str]) -> dict[str, tuple[str, str]]:
+    """By key of the job, the place of what may decide it, and its value if that is a likely one, as JSON.
+
+    `known`: keys that something decides.
+    """
+    found = dict[str, tuple[str, str]]()
     flags = {flag for one in documents for flag in one.flags}  # which count more than a script's default
     settings = [(one, *each) for one in documents for each in _settings(one)]
     settings = [one for one in settings if one[0].syntax != "python" or one[1] not in flags]
@@ -50,17 +62,22 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
             given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
         by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
         given = by_name or given
-        switched = any(value in (True, ...) for *_, value in given)
+        switched = any(value is True or (value is ... and one.syntax != "python") for one, *_, value in given)
         off = any(value is False for *_, value in named)  # `use_lora=False`
         if not given or (off and not switched):
             continue
         document, _, line, _ = given[0]
         words = [name + _shown(value) for one, name, _, value in given if one is document]
-        found[key] = f"{document.name}:{line}"
+        place, until = f"{document.name}:{line}", ""
         names = ", ".join(dict.fromkeys(words[:3]))
         write = "train.steps" if key == "train.epochs" and _STEPS.search(given[0][1]) else write
         what = _LOSS if key == _OWN_LOSS else f"not understood; write {write}"
-        said.append(f"to do: {found[key]}: {names}: {what}")
+        kind, least, most = _NUMBERS.get(key, (type(None), 0, 0))
+        if type(value := given[0][3]) is kind and least <= value <= most:
+            until = json.dumps(value)
+            what += f"; until then {until}"
+        said.append(f"to do: {place}: {names}: {what}")
+        found[key] = place, until
     return found
 
 

@@ -24,6 +24,7 @@ NO_KEY = "a job has no such key"
 BY_NAME = (NO_KEY, "shardwise does it itself")  # reasons that need no more than the names of the keys
 
 _KNOWN = [*TABLE["keys"], *TABLE["strategy"]["keys"]]
+_MEANT = {"weights": "train.precision", "least_rate": "optimizer.final_fraction"}  # resolve.py
 _SWITCH = {"true", "false", "boolean"}  # words of a rule, or the type of a job's key
 _ON, _OFF = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 _PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
@@ -80,7 +81,8 @@ def lacks_number(key: str, value: Any) -> bool:
 def _number(value: Any) -> float | int | None:
     """The number that a value is, also `1e-4` as text."""
     is_text = isinstance(value, str) and not _EXPONENT.fullmatch(value)
-    return None if isinstance(value, bool) or is_text else as_number(value)
+    number = None if isinstance(value, bool) or is_text else as_number(value)
+    return float(f"{number:.12g}") if isinstance(number, float) else number  # of 2e-6 / 2e-5
 
 
 def _text(value: Any) -> str:
@@ -91,8 +93,9 @@ def _text(value: Any) -> str:
 def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[str] | str:
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
-    if rule == "model.lora.targets" and value in ("ALL", "DEFAULT"):  # ms-swift 2's words
-        return [f"{rule}=all-linear"] if value == "ALL" else reason(key, value)
+    word = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if rule == "model.lora.targets" and word in ("all-linear", "ALL", "DEFAULT"):  # the last are ms-swift 2's
+        return reason(key, word) if word == "DEFAULT" else [f"{rule}=all-linear"]
     if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
         return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
@@ -124,9 +127,8 @@ def reason(key: str, text: str) -> str:
         return "a variable of the environment, not of a job"
     if key in TABLE["keys"]:
         return f"{text}: nothing in a job file has this value"
-    top, tops = key.partition(".")[0], {one.partition(".")[0] for one in _KNOWN}
-    known = [one for one in (_KNOWN if top in tops else tops) if not one.endswith("()")]
-    near = get_close_matches(key if top in tops else top, known, n=1, cutoff=0.85)
+    known = [one for one in _KNOWN if one.count(".") == key.count(".")]  # `lora.r` is the user's own
+    near = get_close_matches(key, known, n=1, cutoff=0.93)
     return NO_KEY + (f"; did you mean {near[0]}?" if near else "")
 
 
@@ -137,7 +139,7 @@ def targets(key: str, *, below: bool) -> set[str]:
     for rule in (one for name, one in rules if name == key or (below and name.startswith(f"{key}."))):
         changes = [rule] if isinstance(rule, str) else [one for row in rule.values() for one in row]
         found |= {change.partition("=")[0] for change in changes}
-    found = {"train.precision" if one == "weights" else one for one in found - {"name"}}
+    found = {_MEANT.get(one, one) for one in found - {"name"}}
     return {"strategy" if one.startswith("strategy.") and one != "strategy.bucket" else one for one in found}
 
 

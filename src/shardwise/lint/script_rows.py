@@ -1,0 +1,150 @@
+"""What a script makes of the rows: their text, and the tokens that the loss counts; for a job."""
+
+import ast
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from shardwise.lint.document import line_at
+from shardwise.lint.script_inputs import name_of
+from shardwise.lint.script_names import Said
+from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.script_values import Values
+
+_TOKENS = "input_ids|attention_mask|labels"
+_TEMPLATE = re.compile(  # what makes a text of fields
+    r"['\"](conversations|messages|text|prompt)['\"]: |\bf['\"]|\.format\(|['\"] [+%]|\+ ['\"]|"
+    rf"\w\['(?!{_TOKENS})\w+'\] \+|\+ \w+\['(?!{_TOKENS})\w+'\]"
+)
+_PROMPT = re.compile(  # words between the parts of a text
+    r"(?i)<\|(im_start|start_header_id|system|user|assistant|prompter)\|>|\[INST\]|"
+    r"### ?(instruction|input|response|human|assistant|question|answer)|below is an instruction|"
+    r"^\s*(user|human|assistant|question|answer|instruction|input|output|response): *"
+)
+_NO_TEXT = re.compile(r"(instruction|response)_(part|template)|chat_template|stop|eos")  # names what is in it
+_MOST_CALLED = 40  # functions that are read with one
+_LONGEST = 90  # characters of a text that are shown
+_FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
+_CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
+_OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
+_PRINTS = re.compile(r"(?im)^ *(raise |assert |[\w.]{0,60}(print|log|warn|error|info|debug)[\w.]{0,60}\().*")
+_IGNORED = re.compile(r"-100\b|\bIGNORE\b|(?i:ignore_?(index|token|id|label))")
+_PART = re.compile(r"prompt|user|assist|answer|respon|instr|role|source|len\(|\[:")  # of a conversation
+_SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
+    "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
+    "packed()": re.compile(
+        r"def group_texts|concatenated_examples|np\.memmap\(|"
+        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1\[\w*:[^]\n]{0,40}(?:len|size|block|max)"
+    ),
+    "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*(\]\s*\*|for \w+ in range\()\s*len\("),
+    "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
+    "labels()": re.compile(r"(labels|\btarget(s|_ids))\W{0,4}[=:][^=\n]*input_ids"),
+    "eval_dataset": re.compile(
+        r"(?m)^[ \t]*(val|valid|validation|eval|dev)(_?(set|data|dataset|ds|rows|loader|dataloader))? = "
+        r"\w[\w.]*\("
+    ),
+    "scheduler()": re.compile(
+        r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|(group\w*|param_groups)(\[\d\])?\[[\"']lr[\"']\]\s*=(?!=)|"
+        r"for (\w+) in [\w.]+\.param_groups[\s\S]{0,200}?\b\4\[[\"']lr[\"']\]\s*=(?!=)"
+    ),
+}
+_OPEN = ("scheduler()", "eval_dataset")  # of these, those that say no more
+
+
+class Rows:
+    """`nodes`: all of a script, in the order of lines."""
+
+    def __init__(self, nodes: Sequence[ast.AST], known: Values) -> None:
+        self._nodes, self._known = nodes, known
+        inner = [one for held in nodes if isinstance(held, ast.ClassDef) for one in held.body]
+        self._seen = set[tuple[ast.AST, str]]()
+        self._methods = {f"self.{one.name}": one for one in inner if isinstance(one, ast.FunctionDef)}
+
+    def _function(self, node: ast.AST) -> ast.AST:
+        """What a name, a method of the script's own, or a `partial` of one stands for."""
+        made = self._known.meant(node)
+        if isinstance(made, ast.Call) and name_of(made.func).endswith("partial") and made.args:
+            return self._function(made.args[0])
+        return self._methods.get(name_of(made), made)
+
+    def _with_called(self, made: ast.AST) -> list[ast.AST]:
+        """A function, and the functions of the script that it calls, directly or not."""
+        parts = [made]
+        for part in islice(parts, _MOST_CALLED):  # which grows
+            called = [self._function(one.func) for one in ast.walk(part) if isinstance(one, ast.Call)]
+            parts += [one for one in called if isinstance(one, ast.FunctionDef) and one not in parts]
+        return parts
+
+    def text_by(self, node: ast.AST, kind: str) -> Said:
+        """What text a function makes of a row, or of which field it is; or that it is a filter of rows."""
+        made = self._function(node)
+        if not isinstance(made, ast.FunctionDef | ast.Lambda) or (made, kind) in self._seen:
+            return {}
+        self._seen.add((made, kind))
+        parts = self._with_called(made)
+        inner = [one for part in parts for one in ast.walk(part)]
+        calls = [one for one in inner if isinstance(one, ast.Call)]
+        text = _PRINTS.sub("", "\n".join(map(ast.unparse, parts)))
+        alone = {*_FIELD.findall(text)} <= _OF_CHATS and "'role': " not in text
+        chats = "apply_chat_template(" in text and (alone or kind == "filter")
+        made_here = _TEMPLATE.search(text.replace("'text': ", "") if chats else text)
+        if kind == "filter" or made_here or (not chats and "apply_chat_template(" in text):
+            texts = [ast.unparse(one) for one in inner if isinstance(one, ast.JoinedStr)]
+            made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
+            texts += [str(self._known.value(one.value)) for one in made_of if one.attr == "format"]
+            longest = max((one for one in texts if one in text or one[:2] != "f'"), key=len, default="")
+            shown = parts[1] if isinstance(made, ast.Lambda) and parts[1:] else made
+            return _by(kind, shown, longest)
+        for one in calls:
+            match one.args[:1]:
+                case [ast.Subscript(slice=ast.Constant(value=str(field)))] if field != "text":
+                    if "tok" in name_of(one.func).lower():
+                        return {("tokenised field",): (one.lineno, field)}
+        return {}
+
+    def prompts(self, after: Collection[ast.AST]) -> Said:
+        """Text around the fields of rows, where no call shows which function makes it."""
+        flow, unparsed = self._known.flow, cache(ast.unparse)
+        for one in self._nodes:
+            if not isinstance(one, ast.Constant) or not _PROMPT.search(str(one.value)) or one in after:
+                continue
+            statement = flow.statement(one)
+            function = next((s for s in flow.scopes(one) if isinstance(s, ast.FunctionDef)), statement)
+            text, around = unparsed(statement), unparsed(function)
+            joined = "\n" in str(one.value) or _TEMPLATE.search(text)
+            used = joined and not isinstance(statement, ast.Expr | ast.ClassDef) and self._known.runs(one)
+            if used and not _NO_TEXT.search(text) and "{%" not in text and ".generate(" not in around:
+                return _by("text", function, str(one.value))
+        return {}
+
+    def labels(self, text: str, values: Mapping[str, Any], uses: Collection[str], *, loops: bool) -> Said:
+        """What the words of a script show, without being an argument; `loops`: no Trainer is used."""
+        text = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE)
+        ignored = [*self._ignored()]
+        masks = any("pad" not in one.replace("attention_mask", "pad") or _PART.search(one) for one in ignored)
+        by_loss = "SFTTrainer" in text and values.get("completion_only_loss") is None
+        counts = {"completion()": by_loss, "masked()": masks, "eval_dataset": loops}
+        found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
+        lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
+        padded = bool((values.get("tokenizer") or {}).get("padding"))
+        if (labels := lines.pop("labels()", 0)) and "masked()" not in lines:
+            again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
+            lines["labels(-100)" if masks and not again else "labels()"] = labels
+            lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}
+        return {(name,): (line, UNKNOWN if name in _OPEN else True) for name, line in lines.items()}
+
+    def _ignored(self) -> Iterator[str]:
+        """The statements that may run and leave tokens out of the loss."""
+        plain = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
+        for one in (one for one in self._nodes if isinstance(one, plain)):
+            text = ast.unparse(one)
+            defines = re.fullmatch(r"[\w: ]+ = (-100|[\w.]+)", text) or "ignore_index=" in text
+            if _IGNORED.search(text) and not defines and self._known.runs(one):
+                yield text
+
+
+def _by(kind: str, made: ast.AST, text: str) -> Said:
+    name = getattr(made, "name", "a lambda" if isinstance(made, ast.Lambda) else "the script")
+    return {(f"{kind} by {name}",): (getattr(made, "lineno", 1), text[:_LONGEST].replace("$", ""))}
