@@ -94,7 +94,7 @@ def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
     severity: Severity = "note" if error.what == UNKNOWN and not name.endswith(".json") else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
-    return replace(found, line=error.line)
+    return replace(found, line=error.line, cell=error.cell)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
@@ -333,7 +333,8 @@ def unreached(setup: Setup) -> list[str]:
         for line, open_ in not_followed(run):
             file, at = run.place(line)
             are = f"{', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not followed"
-            said.append(f"the loop at {file}:{at} ({are}): zero_grad, sampler, loss division")
+            where = f"{file}:{run.at(line) if run.cells else at}"
+            said.append(f"the loop at {where} ({are}): zero_grad, sampler, loss division")
     for one in (one for one in setup.of("training") if one.syntax == "shell"):
         away = [
             name for name in _YAML.findall(one.text) if Path(name).name not in map(os.path.basename, named)

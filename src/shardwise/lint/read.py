@@ -11,9 +11,9 @@ from shardwise.errors import JobError
 from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Kind, UnreadableError
+from shardwise.lint.document import Document, Kind, UnreadableError, place_in_cells
 from shardwise.lint.schema import closest, deepspeed_schema, names
-from shardwise.lint.script_text import is_python, read_python
+from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
 
@@ -21,7 +21,14 @@ LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
-_MAGIC = re.compile(r"^([ \t]*)[%!].*", re.MULTILINE)  # a line for IPython or the shell
+# what is for IPython or the shell, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
+_SHELL_WORDS = "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
+_MAGIC = re.compile(
+    rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
+    r"(?:.*\\\n)*.*",
+    re.MULTILINE,
+)
+_PYTHON_BELOW = re.compile(r"%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -97,9 +104,18 @@ def _script(text: str, name: str) -> Document:
     try:
         return read_python(text, name)
     except UnreadableError:
-        if (code := _MAGIC.sub(r"\1pass", text)) == text:
+        if (code := _without_magic(text)) == text:
             raise
         return read_python(code, name)
+
+
+def _without_magic(text: str) -> str:
+    """The text with a statement that does nothing, on as many lines, for each that only IPython reads."""
+
+    def nothing(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}" + "\n" * found[0].count("\n")
+
+    return _MAGIC.sub(nothing, text)
 
 
 def _notebook(text: str, name: str) -> Document:
@@ -109,13 +125,19 @@ def _notebook(text: str, name: str) -> Document:
         code = ["".join(one["source"]) if one["cell_type"] == "code" else None for one in cells]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableError("it is no notebook", line=1, fix=f"name {WHAT}") from None
-    lines, starts = list[str](), list[int]()
+    parts, starts = list[str](), list[int]()
     for one in code:
-        starts.append(0 if one is None else len(lines) + 1)
-        rows = (one or "").split("\n") if one is not None else []
-        magic = bool(rows) and rows[0].startswith("%%")
-        lines += ["" if magic else _MAGIC.sub(r"\1pass", row) for row in rows]
-    return replace(read_python("\n".join(lines), name), cells=tuple(starts))
+        starts.append(0 if one is None else 1 + sum(part.count("\n") + 1 for part in parts))
+        if one is not None:
+            first, below, rest = one.partition("\n")
+            one = below + rest if _PYTHON_BELOW.fullmatch(first) else one
+            one = "\n" * one.count("\n") if one.startswith("%%") else one
+            parts.append(one if parses(one) else _without_magic(one))
+    try:
+        return replace(read_python("\n".join(parts), name), cells=tuple(starts))
+    except UnreadableError as error:
+        error.cell, error.line = place_in_cells(starts, error.line)
+        raise
 
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:

@@ -15,11 +15,16 @@ UNDEFINED = "names.undefined"  # the key for the names that the script uses and 
 
 def is_python(text: str) -> bool:
     """Whether it is a Python program. YAML can parse as Python by chance, but has no imports."""
+    return parses(text) and any(isinstance(one, ast.Import | ast.ImportFrom) for one in ast.parse(text).body)
+
+
+def parses(text: str) -> bool:
+    """Whether it has Python's syntax."""
     try:
-        body = ast.parse(text).body
+        ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return any(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
+    return True
 
 
 def read_python(text: str, file: str) -> Document:
@@ -28,7 +33,7 @@ def read_python(text: str, file: str) -> Document:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        what = f"it is not Python: {str(error) or 'nested too deeply'}"
+        what = f"it is not Python: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
         raise UnreadableError(what, line=line, fix="correct the syntax") from None
     said = Settings(text)
     if undefined := said.known.undefined():

@@ -172,7 +172,7 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
         what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
+        what += f"the end of each row (line {document.at(others[0])}) is not learned, and the model does not stop"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
-from shardwise.lint.rules.branches import branches
+from shardwise.lint.rules.branches import branches, spelled_out
 from shardwise.lint.rules.training import (
     calls,
     is_optimizer,
@@ -370,12 +370,12 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
 @loop_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
-    count, program = _accumulated(document), tree_of(document)
+    count, program, known = _accumulated(document), tree_of(document), values_of(document)
     if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
-        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
+        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(spelled_out(test.test, known))):
             return  # accumulates by hand
     loops = [around(program, call) for call in calls(document, "backward")]
     for call in calls(document, "step"):

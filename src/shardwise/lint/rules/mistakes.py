@@ -97,7 +97,7 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
             maybe = any(isinstance(part, ast.IfExp | ast.BoolOp) for part in ast.walk(by))
             simple = isinstance(by, ast.Assign | ast.Expr | ast.Return) and flow.block(by) is function
             if early and simple and not maybe and "except" not in document.text:
-                line = first[one.id].lineno
+                line = document.at(first[one.id].lineno)
                 what = (
                     f"`{one.id}` gets its first value in line {line} of `{function.name}`: UnboundLocalError"
                 )

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
+from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import made_by, stepped
 from shardwise.lint.rules.training import is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
@@ -34,7 +36,7 @@ class _Loop(NamedTuple):
     every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
 
 
-def _runs(body: Sequence[ast.stmt]) -> Iterator[_Run]:
+def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
     """The calls of statements, in their order."""
     tests: tuple[ast.expr, ...] = ()
     for one in body:
@@ -44,27 +46,27 @@ def _runs(body: Sequence[ast.stmt]) -> Iterator[_Run]:
         below = {node for part in inner for node in ast.walk(part)}
         for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
             yield _Run(call, tests)
+        own = (spelled_out(one.test, known),) if isinstance(one, ast.If) else ()
         for at, part in enumerate(inner):
-            own = (one.test,) if isinstance(one, ast.If) and at < len(one.body) else ()
-            for run in _runs([part]):
-                yield run._replace(tests=(*tests, *own, *run.tests))
+            taken = own if at < len(blocks[0]) else ()
+            for run in _runs([part], known):
+                yield run._replace(tests=(*tests, *taken, *run.tests))
         left = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue | ast.Return)
-        tests += (one.test,) if isinstance(one, ast.If) and left else ()
+        tests += own if left else ()
 
 
 def _loops(document: Document) -> Iterator[_Loop]:
     """The innermost loops with a backward pass and an optimizer's step."""
-    program, made = tree_of(document), made_by(document)
+    program, made, known = tree_of(document), made_by(document), values_of(document)
     found = list[tuple[set[ast.Call], _Loop]]()
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [*_runs(loop.body)]
+        runs = [*_runs(loop.body, known)]
         steps = [run for run in runs if _of_optimizer(stepped(run.call), made)]
         backward = next((one.call for one in runs if ast.unparse(one.call.func).endswith(".backward")), None)
         if steps and backward:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
-            known = values_of(document)
-            every = next((mod for test in waits for mod in _moduli(known.meant(test))), None)
+            every = next((mod for test in waits for mod in _moduli(test)), None)
             before_it, _, later = ast.unparse(loop).partition(".backward(")
             text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
             found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
@@ -79,7 +81,7 @@ def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
     functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
     kept = {one.name: text for one in functions if _STEPS.search(text := ast.unparse(one))}
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [run.call for run in _runs(loop.body)]
+        runs = [run.call for run in _runs(loop.body, known)]
         within_it = any(isinstance(one, ast.For | ast.While) for part in loop.body for one in ast.walk(part))
         said = [ast.unparse(one.func).rpartition(".")[2] for one in runs]
         if within_it or not any(one == "backward" or ".backward(" in kept.get(one, "") for one in said):
@@ -132,7 +134,8 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
             name = stepped(run.call)
             often = not any([*_moduli(test)] for test in run.tests)
             made = given.get(name) if "sched" in name.lower() else None
-            if not isinstance(made, ast.Call) or loop.every is None:
+            open_ = often and any(isinstance(test, ast.Name | ast.Attribute) for test in run.tests)
+            if not isinstance(made, ast.Call) or loop.every is None or open_:
                 continue
             count = ast.unparse(loop.every).removeprefix("self.")
             texts = " ".join(_followed(made, given))
@@ -158,8 +161,9 @@ def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iter
 @loop_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")
 def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
     """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
+    known = values_of(document)
     for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
-        last = {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body)}
+        last = {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body, known)}
         if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
             what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
             yield Hit((), what, "model.train() at the beginning of each epoch", line=loop.lineno)

@@ -1,0 +1,104 @@
+# ruff: noqa: E501 - the files are text
+"""What a walk through public files found to be false or misleading, and files of the same shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.lint.check import check, load
+from shardwise.lint.finding import Finding
+from shardwise.lint.setup import Setup
+
+
+def found(folder: Path, rule: str = "", **texts: str) -> list[Finding]:
+    """Errors and warnings of files, all or those of one rule; `train_py` is train.py."""
+    files = [folder / name.replace("_", ".") for name in texts]
+    for file, text in zip(files, texts.values(), strict=True):
+        file.write_text(text)
+    documents, broken = load(files)
+    all_ = check(Setup(documents=documents), broken).findings
+    return [one for one in all_ if one.severity != "note" and rule in ("", one.rule)]
+
+
+LOOP = """import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
+from datasets import load_from_disk
+model = AutoModelForCausalLM.from_pretrained("gpt2").cuda()
+loader = DataLoader(load_from_disk("d"), batch_size=2, shuffle=True)
+opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+gas = 4
+sched = get_cosine_schedule_with_warmup(opt, 10, 3 * len(loader) // gas)
+for epoch in range(3):
+    for i, batch in enumerate(loader):
+        loss = model(**batch).loss / gas
+        loss.backward()
+        {}
+"""
+STEP = "opt.step(); opt.zero_grad()"
+
+
+def loop(*rows: str) -> str:
+    return LOOP.format("\n        ".join(rows))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ("last = (i + 1) % gas == 0", f"if last: {STEP}; sched.step()"),
+        ("last = (i + 1) % gas == 0", f"if (i + 1) % gas == 0: {STEP}", "if last: sched.step()"),
+        ("more = (i + 1) % gas != 0", f"if not more: {STEP}", "if not more: sched.step()"),
+        ("rest = (i + 1) % gas", "last = rest == 0 or i + 1 == len(loader)", "if not last: continue", STEP, "sched.step()"),
+        ("do = bool((i + 1) % gas == 0)", "sync = do", "if sync and epoch >= 0:", f"    {STEP}", "    if sched is not None: sched.step()"),
+        ("new = False", "if (i + 1) % gas == 0:", f"    {STEP}", "    new = True", "if new: sched.step()"),
+    ],
+)  # fmt: skip
+def test_a_condition_in_a_variable_is_as_good_as_one_in_its_place(
+    tmp_path: Path, rows: tuple[str, ...]
+) -> None:
+    assert found(tmp_path, train_py=loop(*rows)) == []
+
+
+def test_a_condition_in_a_variable_hides_no_schedule_that_advances_too_often(tmp_path: Path) -> None:
+    rows = "last = (i + 1) % gas == 0", f"if last: {STEP}", "if sched is not None: sched.step()"
+    (one,) = found(tmp_path, train_py=loop(*rows))
+    assert (one.rule, one.line, one.severity) == ("schedule-per-micro-batch", 16, "error")
+
+
+BOTH = "from transformers import TrainingArguments\na = TrainingArguments('o', fp16=True, bf16=True)"
+
+
+def cells(*codes: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": one} for one in codes]})
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "!torchrun --nproc_per_node 2 train.py \\\n    --bf16 True \\\n    --use_lora",
+        "!export BS=16; rm -rf out; \\\nCUDA_VISIBLE_DEVICES=0 deepspeed --num_gpus=1 train.py",
+        "pip install -q transformers trl",
+        "cd ..\nls -l\nconda install -y x\nload_ext autoreload",
+        "files = !ls\nfiles?",
+        "if True:\n    %pip install a \\\n        b\n    x = 1",
+        "%%bash\nnot (python",
+        "%%time\nx = 1",
+    ],
+)
+def test_what_only_ipython_reads_does_not_stop_a_notebook(tmp_path: Path, cell: str) -> None:
+    (one,) = found(tmp_path, a_ipynb=cells(cell, BOTH))
+    assert (one.rule, one.where) == ("contradicting-arguments", f"{tmp_path}/a.ipynb: cell 2, line 2: fp16")
+
+
+def test_code_of_a_timed_cell_is_read(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, a_ipynb=cells(f"%%time\n{BOTH}"))
+    assert (one.rule, one.cell, one.line) == ("contradicting-arguments", 1, 3)
+
+
+def test_an_error_of_syntax_is_shown_in_its_cell(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, a_ipynb=cells("x = 1", "text = '''\n!not for the shell \\\n'''", "y = 1\nf(a b)"))
+    assert (one.rule, one.where) == ("unreadable", f"{tmp_path}/a.ipynb: cell 3, line 2")
+    assert "unknown" not in one.what
