@@ -10,6 +10,7 @@ import pytest
 
 from shardwise.lint.check import check, load
 from shardwise.lint.finding import Finding
+from shardwise.lint.model import facts_of
 from shardwise.lint.setup import Setup
 
 
@@ -102,3 +103,63 @@ def test_an_error_of_syntax_is_shown_in_its_cell(tmp_path: Path) -> None:
     (one,) = found(tmp_path, a_ipynb=cells("x = 1", "text = '''\n!not for the shell \\\n'''", "y = 1\nf(a b)"))
     assert (one.rule, one.where) == ("unreadable", f"{tmp_path}/a.ipynb: cell 3, line 2")
     assert "unknown" not in one.what
+
+
+LORA = """from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({name!r}, trust_remote_code=True)
+model = get_peft_model(model, LoraConfig(r=8, target_modules={modules}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "right"),
+    [
+        ("microsoft/Phi-4-mini-instruct", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], True),
+        ("/models/phi-3.5-mini", ["qkv_proj", "o_proj"], True),
+        ("/models/phi-2-mine", ["q_proj", "dense"], True),
+        ("THUDM/glm-4-9b-chat", ["query_key_value"], True),
+        ("/models/GLM-4-9B-0414", ["q_proj", "gate_up_proj"], True),
+        ("/models/phi-3.5-mini", ["c_attn"], False),
+        ("/models/gpt2-mine", ["q_proj"], False),
+        ("/models/llama-7b-mine", ["c_attn"], False),
+    ],
+)
+def test_a_name_that_several_families_have_is_judged_by_all_of_them(
+    tmp_path: Path, name: str, modules: list[str], right: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LORA.format(name=name, modules=modules))
+    documents, _ = load([script])
+    said = check(Setup(documents=documents, model=facts_of(name))).findings
+    assert [one.severity for one in said if one.rule == "lora-targets"] == ([] if right else ["warning"])
+
+
+ACCELERATOR = """from accelerate import Accelerator
+from setting import *
+accelerator = Accelerator({given})
+model, opt, loader = accelerator.prepare(model, opt, loader)
+for batch in loader:
+    loss = model(**batch).loss
+    {backward}
+    opt.step(); opt.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "backward", "severity", "what"),
+    [
+        ("", "accelerator.backward()", "error", "gets no loss: TypeError"),
+        ("", "accelerator.backward(loss=loss)", "", ""),
+        ("mixed_precision='bf16'", "loss.backward()", "", ""),
+        ("", "loss.backward()", "warning", "with fp16 the loss is not scaled"),
+        ("gradient_accumulation_steps=8, mixed_precision='bf16'", "loss.backward()", "warning", "it is not divided by the 8"),
+    ],
+)  # fmt: skip
+def test_what_a_backward_pass_of_an_accelerator_lacks(
+    tmp_path: Path, given: str, backward: str, severity: str, what: str
+) -> None:
+    script = ACCELERATOR.format(given=given, backward=backward)
+    said = found(tmp_path, "backward-outside-accelerator", train_py=script)
+    assert [one.severity for one in said] == ([severity] if severity else [])
+    assert all(one.what.find(what) >= 0 and "backward(accelerator)" not in one.fix for one in said)

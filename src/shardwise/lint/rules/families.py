@@ -70,6 +70,7 @@ def foreign_blocks(key: Key, value: Any, model: ModelFacts) -> Iterator[Hit]:
         return
     right = ",".join(known.blocks)
     fix = f"{right}, or remove it: this is the default" if right else "a class of the model's blocks"
+    fix = f"a class of the model's blocks, such as {known.blocks[0]}" if guess and right else fix
     for name in value if isinstance(value, list) else str(value).split(","):
         what = f"no block of {model.name} is a {name!r}"
         if name in known.blocks or (guess and name.lower().startswith(guess.replace("_", ""))):

@@ -332,17 +332,26 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
 @loop_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
-    own = prepared and any(name.endswith("Accelerator") for name in document.uses)
+    made, found = made_by(document), [*calls(document, "backward")]
+    own = ".prepare" in " ".join(made.values()) and any(name.endswith("Accelerator") for name in document.uses)
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     count = _accumulated(document)
+    formats = [one.get("mixed_precision") for one in (document, *setup.of("accelerate"))]
+    scales = not {"bf16", "no"} & {*formats}
     for call in found if own and not any(call.args for call in found) else ():
+        owner = ast.unparse(call.func).removesuffix(".backward")
+        if made.get(owner, "").endswith("Accelerator") or "accelerator" in owner.lower():
+            what = f"`{owner}.backward` gets no loss: TypeError `missing 1 required positional argument`"
+            yield from [] if call.keywords else [Hit((), what, f"{owner}.backward(loss)", line=call.lineno)]
+            continue
         divided = _division(document, call, {count})
-        undivided = f", and it is not divided by the {count} accumulated micro-batches"
-        what = "with fp16 the loss is not scaled" + ("" if divided or not count else undivided)
+        lost = ["with fp16 the loss is not scaled"] * scales
+        lost += [f"it is not divided by the {count} accumulated micro-batches"] * bool(count and not divided)
+        what = ", and ".join(lost)
         what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
-        loss = ast.unparse(getattr(call.func, "value", call.func))
-        fix = f"accelerator.backward({loss})"
+        if not what:
+            continue
+        fix = f"accelerator.backward({owner})"
         if count and divided:
             fix += (
                 f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
