@@ -163,3 +163,41 @@ def test_what_a_backward_pass_of_an_accelerator_lacks(
     said = found(tmp_path, "backward-outside-accelerator", train_py=script)
     assert [one.severity for one in said] == ([severity] if severity else [])
     assert all(one.what.find(what) >= 0 and "backward(accelerator)" not in one.fix for one in said)
+
+
+OWN_ENGINE = """import deepspeed, json
+from transformers import HfArgumentParser, TrainingArguments
+args = HfArgumentParser(TrainingArguments).parse_args()
+config = json.load(open(args.deepspeed_config))
+engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=parameters)
+"""
+OF_A_MODULE = """import deepspeed
+from methods import OwnTrainer
+from arguments import read_arguments
+args = read_arguments()
+OwnTrainer(model, args).fit_all()
+"""
+COMMAND = "deepspeed train.py --output_dir o --per_device_train_batch_size 4 --{flag} zero2.json\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "flag", "reader"),
+    [
+        (OWN_ENGINE, "deepspeed_config", "deepspeed"),
+        (OWN_ENGINE, "", "deepspeed"),  # without its command
+        (OF_A_MODULE, "deepspeed_config", None),  # the module's own affair
+        (OF_A_MODULE, "", None),
+        (OF_A_MODULE, "deepspeed", "trainer"),  # the Trainer's flag
+        ("from transformers import TrainingArguments, Trainer\nTrainer(m, TrainingArguments(deepspeed=c))", "deepspeed_config", "trainer"),
+        ("from mine import OwnTrainer\nfrom transformers import HfArgumentParser\nOwnTrainer(HfArgumentParser(Own))", "", "trainer"),
+    ],
+)  # fmt: skip
+def test_a_file_for_deepspeed_is_read_by_what_consumes_it(
+    tmp_path: Path, script: str, flag: str, reader: str | None
+) -> None:
+    texts = {"train.py": script, "run.sh": COMMAND.format(flag=flag)} if flag else {"train.py": script}
+    texts["zero2.json"] = json.dumps({"zero_optimization": {"stage": 2}, "steps_per_print": "auto"})
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    documents, _ = load([tmp_path / name for name in texts])
+    assert Setup(documents=documents).reader == reader
