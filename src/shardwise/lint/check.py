@@ -16,7 +16,7 @@ from shardwise.lint.document import Document, Kind, UnreadableError, line_at
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
+from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
@@ -27,6 +27,7 @@ from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
 _IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
+_READS_YAML = re.compile(rf"{LOADS_YAML.pattern}|yaml\.\w+_load\(|OmegaConf\.load\(|hydra\.main")
 _YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _TO_DO = re.compile(r"^# to do: (.*(?:\n#  .*)*)", re.MULTILINE)
@@ -69,10 +70,11 @@ def load(
             )
             continue
         except UnreadableError as error:
-            if error.what != UNKNOWN or file.suffix not in (".yaml", ".yml") or not _read_yaml(files):
+            own = error.what in (UNKNOWN, DEEPSPEED_YAML) and file.suffix in (".yaml", ".yml")
+            if not own or not _read_yaml(files):
                 broken.append(unreadable(str(file), error))
                 continue
-            document = read(text, str(file), other="training")  # what a script reads by itself
+            document = read(text, str(file), other="training")  # a script reads it by itself
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:
@@ -85,7 +87,7 @@ def _read_yaml(files: Sequence[Path]) -> bool:
     """Whether one of the files is a script that loads YAML by itself."""
     for one in (one for one in files if one.suffix == ".py"):
         with suppress(UnreadableError):
-            if LOADS_YAML.search(text_of(one, "shardwise check")):
+            if _READS_YAML.search(text_of(one, "shardwise check")):
                 return True
     return False
 

@@ -36,6 +36,7 @@ _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
+DEEPSPEED_YAML = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
 UNKNOWN = "check does not know this kind of file"
 WHAT = "a DeepSpeed JSON, accelerate config, training script, its arguments or launch command, or job file"
 
@@ -90,8 +91,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         if both and _TRAINING & document.values.keys():
             kind = other or "training"
         elif kind == "deepspeed" and other is None:
-            what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
-            raise UnreadableError(what, line=1, fix="write it as JSON")
+            fix = "write it as JSON; or name the script that reads it and gives DeepSpeed a dict, too"
+            raise UnreadableError(DEEPSPEED_YAML, line=1, fix=fix)
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"

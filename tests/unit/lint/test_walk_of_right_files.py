@@ -201,3 +201,79 @@ def test_a_file_for_deepspeed_is_read_by_what_consumes_it(
         (tmp_path / name).write_text(text)
     documents, _ = load([tmp_path / name for name in texts])
     assert Setup(documents=documents).reader == reader
+
+
+PLACED = """import argparse
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
+parser = argparse.ArgumentParser()
+parser.add_argument("--load_in_8bit", action="store_true")
+args = parser.parse_args()
+{}
+Trainer(model).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "rules"),
+    [
+        ("{load}'auto')", "", ["device-map-and-processes"]),
+        ("if args.load_in_8bit:\n    {load}'auto')\nelse:\n    {load}None)", "", []),
+        ("if args.load_in_8bit:\n    {load}'auto')\nelse:\n    {load}None)", "--load_in_8bit", ["device-map-and-processes"]),
+        ("from setting import small\nif small:\n    {load}'auto')\nelse:\n    {load}None)", "", []),
+        ("{load}'auto' if args.load_in_8bit else None)", "", []),
+        ("more = {{}}\nif args.load_in_8bit:\n    more['device_map'] = 'auto'\nmodel = AutoModelForCausalLM.from_pretrained('m', **more)", "", []),
+    ],
+)  # fmt: skip
+def test_a_device_map_counts_where_its_branch_is_taken(
+    tmp_path: Path, rows: str, flags: str, rules: list[str]
+) -> None:
+    script = PLACED.format(rows.format(load="model = AutoModelForCausalLM.from_pretrained('m', device_map="))
+    run = f"torchrun --nproc_per_node 4 train.py {flags}\n"
+    said = found(tmp_path, "device-map-and-processes", train_py=script, run_sh=run)
+    assert [one.rule for one in said] == rules
+
+
+READS_YAML = """import yaml
+from transformers import Trainer, TrainingArguments
+cfg = yaml.safe_load(open("own.yaml"))
+args = TrainingArguments("o", eval_strategy="steps", eval_steps=cfg["eval_steps"])
+Trainer(model, args, eval_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "script", "lines"),
+    [
+        ("eval_steps: 25\nlearning_rate: 0.1\n", "", [1]),
+        ("eval_steps: 25\nlearning_rate: 0.1\n", READS_YAML, []),  # which sets the strategy
+        ("eval_steps: 25\nregularise_by: 0.1\n", "", []),  # of a script that is not here
+        ("bf16: true\nfp16: true\nregularise_by: 0.1\n", "", [2]),
+    ],
+)
+def test_a_yaml_is_judged_with_what_the_script_says(
+    tmp_path: Path, keys: str, script: str, lines: list[int]
+) -> None:
+    text = f"output_dir: o\nper_device_train_batch_size: 1\n{keys}"
+    texts = {"own_yaml": text} | ({"train_py": script} if script else {})
+    said = found(tmp_path, "contradicting-arguments", **texts)
+    assert [one.line - 2 for one in said if one.file.endswith("own.yaml")] == lines
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        "from omegaconf import OmegaConf\nc = OmegaConf.to_container(OmegaConf.load('ds.yaml'))",
+        "import yaml\nc = yaml.safe_load(open('ds.yaml'))",
+        "import hydra\n@hydra.main(config_path='.')\ndef main(c): ...",
+    ],
+)
+def test_deepspeeds_settings_in_yaml_are_judged_where_a_script_reads_them(
+    tmp_path: Path, reads: str
+) -> None:
+    text = "train_micro_batch_size_per_gpu: 1\ngradient_clipping: 1.0\nzero_optimization:\n  stag: 2\n"
+    script = f"{reads}\nimport deepspeed\nengine, *_ = deepspeed.initialize(model=m, optimizer=o, config=c)\n"
+    said = found(tmp_path, ds_yaml=text, train_py=script)
+    assert ["unreadable"] != [one.rule for one in said]
+    assert ("refused-key", 4) in [(one.rule, one.line) for one in said]
+    (other,) = found(tmp_path, "unreadable", ds_yaml=text, train_py="import deepspeed\n")
+    assert "DeepSpeed reads JSON" in other.what

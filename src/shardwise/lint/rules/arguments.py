@@ -12,6 +12,7 @@ from shardwise.lint.read import is_file
 from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
+    DEFAULTS,
     calls,
     given_to_trainers,
     is_optimizer,
@@ -79,6 +80,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
     every = started and document.syntax == "python"
     groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
+    if document.syntax == "yaml" and document.values.keys() - _FRAMEWORKS:
+        groups = [(dict.fromkeys(DEFAULTS) | {**document.values}, None)]  # the script may say the others
     trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
     rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
     for given, line in groups:

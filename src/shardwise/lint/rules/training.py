@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Rename
-from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
@@ -27,7 +27,7 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
     for rows in (table("compared")[of] for of in ("trainer", "plugin"))
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
-_DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
+DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
 _PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
@@ -38,6 +38,7 @@ _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's 
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
+_OWN_LOOP = re.compile(r"\.backward\(|FullyShardedData|DistributedDataPar|fully_shard\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 
@@ -118,19 +119,25 @@ def distributed(setup: Setup) -> bool:
 @training_rule("error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained")
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
-    key, value = ("device_map",), document.get("device_map")
-    for call in calls(document, "from_pretrained") if value is None else ():  # in a dict that an `if` fills
-        given = known_values(document, setup).arguments(call).get(key, (0, None))[1]
-        value = None if given == UNKNOWN else given
+    key = ("device_map",)
+    given = [] if document.syntax == "python" else [(document.get("device_map"), document.line(key))]
+    known = known_values(document, setup)
+    for call in calls(document, "from_pretrained"):
+        if known.runs(call) and known.flow.certain(call):  # not only with 8 bits, or in a debugger
+            line, value = known.arguments(call).get(key, (0, None))
+            given.append((None if value == UNKNOWN else value, line))
+    value, line = next(((value, line) for value, line in given if value is not None), (None, 0))
     if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
-        yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
+        yield Hit(key, what, "remove it: ZeRO-3 places the parameters", line=line)
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
-        what = f'"{value}" spreads the model over all GPUs, in every process: Accelerator.prepare stops, '
-        what += (
-            "`You can't train a model that has been loaded with device_map='auto' in any distributed mode`"
-        )
-        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
+        what = f'"{value}" spreads the model over all GPUs, in every process: '
+        stops = "Accelerator.prepare stops, `You can't train a model that has been loaded with "
+        stops += "device_map='auto' in any distributed mode`"
+        own = setup.reader is None and _OWN_LOOP.search(setup.scripts)
+        what += "they share the memory of each" if own else stops
+        severity: Severity | None = "warning" if own else None
+        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}', severity=severity, line=line)
 
 
 @training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
@@ -299,12 +306,15 @@ def given_to_trainers(
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
-            groups.append((_DEFAULTS | own | given, call.lineno))
+            groups.append((DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
+        scripts = [one for one in setup.of("training") if one.syntax == "python"]
+        said = [given for one in scripts for given, _ in given_to_trainers(one, setup, every=True)]
+        written: dict[str, Any] = said[0] if len(said) == 1 else {}  # by the only call, which reads this file
         open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
-        defaults: dict[str, Any] = {name: None if open_ else value for name, value in _DEFAULTS.items()}
-        groups.append((defaults | {**document.values}, None))
+        defaults: dict[str, Any] = {name: None if open_ else value for name, value in DEFAULTS.items()}
+        groups.append((defaults | written | {**document.values}, None))
     return groups
 
 
