@@ -22,6 +22,7 @@ from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.lint.shell_text import NO_COMMAND, STARTS
 from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
@@ -94,7 +95,8 @@ def _read_yaml(files: Sequence[Path]) -> bool:
 
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
-    severity: Severity = "note" if error.what == UNKNOWN and not name.endswith(".json") else "error"
+    harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
+    severity: Severity = "note" if harmless else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line, cell=error.cell)
 
@@ -316,9 +318,10 @@ def headings(checked: Checked) -> dict[str, str]:
     reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
     kinds, said = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}, dict[str, str]()
     for document in setup.documents:  # a script, and then what it writes
+        kind = "launch command" if document.syntax == "shell" else kinds[document.kind]
         before = said.get(document.name)
         said[document.name] = f"{before}, with a" if before else f"{document.name}:"
-        said[document.name] += f" {kinds[document.kind]}"
+        said[document.name] += f" {kind}"
     return said
 
 
@@ -338,6 +341,9 @@ def unreached(setup: Setup) -> list[str]:
             where = f"{file}:{run.at(line) if run.cells else at}"
             said.append(f"the loop at {where} ({are}): zero_grad, sampler, loss division")
     for one in (one for one in setup.of("training") if one.syntax == "shell"):
+        away = [name for name in one.get(STARTS) or () if Path(name).name not in map(os.path.basename, named)]
+        if away:
+            said.append(f"what {one.name} starts: {', '.join(away)} is not here; name that file, too")
         away = [
             name for name in _YAML.findall(one.text) if Path(name).name not in map(os.path.basename, named)
         ]

@@ -14,21 +14,23 @@ from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError, place_in_cells
 from shardwise.lint.schema import closest, deepspeed_schema, names
 from shardwise.lint.script_text import is_python, parses, read_python
-from shardwise.lint.shell_text import is_command, read_shell
+from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
-# what is for IPython or the shell, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
-_SHELL_WORDS = "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
+# what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
+_SHELL_WORDS = (
+    "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
+)
 _MAGIC = re.compile(
     rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
     r"(?:.*\\\n)*.*",
     re.MULTILINE,
 )
-_PYTHON_BELOW = re.compile(r"%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
+_PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -127,13 +129,12 @@ def _notebook(text: str, name: str) -> Document:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableError("it is no notebook", line=1, fix=f"name {WHAT}") from None
     parts, starts = list[str](), list[int]()
-    for one in code:
-        starts.append(0 if one is None else 1 + sum(part.count("\n") + 1 for part in parts))
-        if one is not None:
-            first, below, rest = one.partition("\n")
-            one = below + rest if _PYTHON_BELOW.fullmatch(first) else one
-            one = "\n" * one.count("\n") if one.startswith("%%") else one
-            parts.append(one if parses(one) else _without_magic(one))
+    for cell in code:
+        starts.append(0 if cell is None else 1 + sum(part.count("\n") + 1 for part in parts))
+        if cell is not None:
+            text = _PYTHON_BELOW.sub("", cell, count=1)
+            text = "\n" * text.count("\n") if text.startswith("%%") else text
+            parts.append(text if parses(text) else _without_magic(text))
     try:
         return replace(read_python("\n".join(parts), name), cells=tuple(starts))
     except UnreadableError as error:
@@ -165,9 +166,8 @@ def referred(document: Document) -> list[str]:
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
-    if document.syntax == "shell" and document.has("script"):
-        named.append(document.get("script"))
     if document.syntax == "shell":
+        named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         both |= (
             {"config"} if str(document.get("config")).endswith((".yaml", ".yml")) else set()

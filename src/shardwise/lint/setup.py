@@ -101,7 +101,9 @@ class Setup:
         called = [*filter(None, map(of_script, scripts))]  # what a script calls counts more than its flags
         itself = _gives_file_itself(self.of("training"))
         if itself or ("deepspeed" in called and not any(map(_trainers, scripts))):
-            called = [reader for reader in called if reader != "trainer"]  # it has the Trainer's arguments only
+            called = [
+                reader for reader in called if reader != "trainer"
+            ]  # it has the Trainer's arguments only
         flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
         found = called or [reader for reader in flags if reader]
         kinds = [str(one.get("distributed_type")).upper() for one in self.of("accelerate")]
@@ -191,7 +193,9 @@ def _trainers(document: Document) -> list[str]:
 
 def _gives_file_itself(documents: tuple[Document, ...]) -> bool:
     """Whether a command gives the JSON by `--deepspeed_config`, a flag that no TrainingArguments has."""
-    flags = [one for one in documents if "deepspeed_config" in one.flags and one.get("deepspeed") in (None, True)]
+    flags = [
+        one for one in documents if "deepspeed_config" in one.flags and one.get("deepspeed") in (None, True)
+    ]
     uses = {name.rpartition(".")[2] for one in documents for name in one.uses}
     return bool(flags) and not uses & {"TrainingArguments(deepspeed)", "TrainingArguments(**)"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import check, load
+from shardwise.lint.check import check, headings, load, unreached
 from shardwise.lint.finding import Finding
 from shardwise.lint.model import facts_of
 from shardwise.lint.setup import Setup
@@ -100,7 +100,9 @@ def test_code_of_a_timed_cell_is_read(tmp_path: Path) -> None:
 
 
 def test_an_error_of_syntax_is_shown_in_its_cell(tmp_path: Path) -> None:
-    (one,) = found(tmp_path, a_ipynb=cells("x = 1", "text = '''\n!not for the shell \\\n'''", "y = 1\nf(a b)"))
+    (one,) = found(
+        tmp_path, a_ipynb=cells("x = 1", "text = '''\n!not for the shell \\\n'''", "y = 1\nf(a b)")
+    )
     assert (one.rule, one.where) == ("unreadable", f"{tmp_path}/a.ipynb: cell 3, line 2")
     assert "unknown" not in one.what
 
@@ -267,13 +269,133 @@ def test_a_yaml_is_judged_with_what_the_script_says(
         "import hydra\n@hydra.main(config_path='.')\ndef main(c): ...",
     ],
 )
-def test_deepspeeds_settings_in_yaml_are_judged_where_a_script_reads_them(
-    tmp_path: Path, reads: str
-) -> None:
+def test_deepspeeds_settings_in_yaml_are_judged_where_a_script_reads_them(tmp_path: Path, reads: str) -> None:
     text = "train_micro_batch_size_per_gpu: 1\ngradient_clipping: 1.0\nzero_optimization:\n  stag: 2\n"
     script = f"{reads}\nimport deepspeed\nengine, *_ = deepspeed.initialize(model=m, optimizer=o, config=c)\n"
     said = found(tmp_path, ds_yaml=text, train_py=script)
-    assert ["unreadable"] != [one.rule for one in said]
     assert ("refused-key", 4) in [(one.rule, one.line) for one in said]
     (other,) = found(tmp_path, "unreadable", ds_yaml=text, train_py="import deepspeed\n")
     assert "DeepSpeed reads JSON" in other.what
+
+
+EVALUATES = """import torch
+opt = torch.optim.AdamW(model.parameters())
+for epoch in range(3):
+    {first}
+    for step, batch in enumerate(loader):
+        loss = model(**batch).loss
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        if step % 100 == 0:
+            model.eval()
+            validate(model)
+            {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "after", "what", "fix", "line"),
+    [
+        ("model.train()", "pass", "for the rest of the epoch", "model.train() after the evaluation", 11),
+        ("pass", "pass", "for the next epochs", "model.train() at the beginning of each epoch", 3),
+        ("pass", "model.train()", "", "", 0),
+    ],
+)
+def test_how_long_eval_mode_stays(
+    tmp_path: Path, first: str, after: str, what: str, fix: str, line: int
+) -> None:
+    said = found(tmp_path, "eval-mode-stays", train_py=EVALUATES.format(first=first, after=after))
+    assert [(what in one.what, one.fix, one.line) for one in said] == ([(True, fix, line)] if line else [])
+
+
+PARSES = """from transformers import HfArgumentParser, Trainer, TrainingArguments
+args, = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+Trainer("model", args).train()
+"""
+
+
+@pytest.mark.parametrize(
+    "flag", ["fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer", "sharded_ddp simple", "logging_dir logs"]
+)
+def test_a_flag_that_the_trainer_had_is_a_removed_one_and_no_unknown_one(tmp_path: Path, flag: str) -> None:
+    said = found(tmp_path, train_py=PARSES, run_sh=f"torchrun train.py --output_dir o --{flag}\n")
+    assert [(one.rule, one.severity) for one in said] == [("flag-was-removed", "warning")]
+
+
+def test_names_that_trl_had_are_removed_ones(tmp_path: Path) -> None:
+    text = """from trl import DPOConfig, DPOTrainer, DataCollatorForCompletionOnlyLM
+from trl.experimental.orpo import ORPOTrainer
+args = DPOConfig("o", max_prompt_length=512, evaluation_strategy="steps", beta=0.1)
+DPOTrainer(model, args=args, tokenizer=tokenizer, train_dataset=rows).train()
+"""
+    said = found(tmp_path, train_py=text)
+    assert [(one.rule, one.line) for one in said if "removed" in one.rule] == [
+        ("import-was-removed", 1), ("argument-was-removed", 3), ("argument-was-removed", 4),
+    ]  # fmt: skip
+    (first, _) = (one for one in said if one.rule == "argument-was-removed")
+    assert first.fix.splitlines()[0] == "max_prompt_length -> nothing: remove it"
+    assert "evaluation_strategy -> eval_strategy" in first.fix
+    assert "TRL 1.16" in first.what
+
+
+ARRAY = '#!/bin/bash\nCMD=("$PYTHON_BIN" train.py --lr 1)\nif [ -n "$X" ]; then\n  CMD+=(--lr 2)\nfi\necho "${CMD[@]}"\n"${CMD[@]}"\n'
+
+
+def test_a_command_in_an_array_is_read_and_flags_of_a_branch_leave_it_open(tmp_path: Path) -> None:
+    run = tmp_path / "run.sh"
+    run.write_text(ARRAY)
+    (document,), broken = load([run])
+    assert (document.get("launcher"), document.get("script"), broken) == ("python", "train.py", ())
+    assert (document.get("lr"), document.has("launcher.open")) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("starts", "not_judged"),
+    [
+        ("srun --output=$LOG/n-%t.out sh node.sh", False),
+        ("srun --nodes 1 \\\n  --gres gpu:8 \\\n  bash -c './node.sh' &", False),
+        ("sbatch --nodes=2 $HERE/node.sh", False),
+        ("sbatch --nodes=2 elsewhere.sh", True),
+    ],
+)
+def test_a_script_that_starts_another_is_followed(tmp_path: Path, starts: str, not_judged: bool) -> None:
+    (tmp_path / "node.sh").write_text("torchrun --nproc_per_node 4 --nodes 9 train.py\n")
+    (tmp_path / "job.sh").write_text(f"export A=1\n{starts}\n")
+    documents, broken = load([tmp_path / "job.sh"])
+    checked = check(Setup(documents=documents), broken)
+    assert [one.rule for one in checked.findings] == ([] if not_judged else ["unknown-launcher-flag"])
+    open_ = f"what {tmp_path}/job.sh starts: elsewhere.sh is not here; name that file, too"
+    assert unreached(checked.setup) == ([open_] if not_judged else [])
+    assert set(headings(checked).values()) == {f"{one.name}: launch command" for one in documents}
+
+
+TOKENISED = """from transformers import AutoTokenizer
+def rows(batch):
+    out = tok(batch["source"], padding="max_length", truncation=True)
+    {}
+    return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "what", "fix"),
+    [
+        ("out['labels'] = out['input_ids'].copy()", "are the padded input ids", "attention_mask"),
+        ("labels = tok(batch['t'], padding=True); out['labels'] = labels['input_ids']", "padded with the pad token", "-100 in the labels"),
+        ("out['labels'] = tok(text_target=batch['t'], padding=True).input_ids", "", ""),
+        ("labels = targets.input_ids", "padded with the pad token", "-100 in the labels"),
+    ],
+)  # fmt: skip
+def test_labels_of_their_own_are_no_input_ids(tmp_path: Path, row: str, what: str, fix: str) -> None:
+    said = found(tmp_path, "labels-include-padding", train_py=TOKENISED.format(row))
+    assert [(what in one.what, fix in one.fix) for one in said] == ([(True, True)] if what else [])
+
+
+def test_a_script_without_a_parser_is_not_asked_for_flags(tmp_path: Path) -> None:
+    script = "from transformers import Trainer, TrainingArguments\nTrainer('m', TrainingArguments('o', deepspeed='ds.json'))\n"
+    config = json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
+    said = found(tmp_path, "trainer-and-file-differ", train_py=script, run_sh="deepspeed train.py\n", ds_json=config)
+    assert [Path(one.file).name for one in said] == ["train.py"]
+    said = found(tmp_path, "trainer-and-file-differ", train_py=PARSES, run_sh="deepspeed train.py --deepspeed ds.json\n", ds_json=config)
+    assert "run.sh" in [Path(one.file).name for one in said]

@@ -109,7 +109,7 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("load_best_model_at_end",), what, fix, line=line)
 
 
-@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.10: the classes of arguments")
+@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: the classes of arguments")
 def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
     """The class has no such argument: TypeError at the start."""
     imported = _imported(document)
@@ -312,24 +312,6 @@ def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int, b
             if "tok" in ast.unparse(call.func).lower() and isinstance(length, int | float):
                 padded = ast.unparse(given.get("padding", node)) == "'max_length'"
                 yield length, getattr(node, "lineno", call.lineno), padded
-
-
-@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
-def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
-    """A script's parser of TrainingArguments has the arguments of the installed version only."""
-    text = setup.scripts
-    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search("TrainingArguments|SFTConfig", text)
-    keys = document.flags if parsed and document.syntax == "shell" else frozenset()
-    of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
-    factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
-    keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
-    for word in names("removed_from_TrainingArguments"):
-        old, _, new = word.partition("=")
-        if old in keys and not re.search(rf"\b{old}\b", text):
-            shown = old if of_trainer else f"--{old}"
-            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
-            changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
 
 
 @training_rule("note", "check reads files and runs nothing")

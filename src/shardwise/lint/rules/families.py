@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
@@ -26,6 +26,12 @@ _TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Facto
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
+_LABELS = re.compile(  # what holds the labels, and the input ids that they are
+    r"(?:(\w+)(?:\[[\"']|\.))?\blabels(?:[\"']\])?\s*=\s*(?:([\w.]+?)(?:\.|\[[\"']))?input_ids\b"
+)
+_ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
+_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
+_PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
@@ -173,7 +179,9 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
         what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += f"the end of each row (line {document.at(others[0])}) is not learned, and the model does not stop"
+        what += (
+            f"the end of each row (line {document.at(others[0])}) is not learned, and the model does not stop"
+        )
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 
@@ -194,3 +202,34 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
 def _causal(call: ast.Call) -> bool:
     given = [one.value for one in call.keywords if one.arg == "mlm"] + call.args[1:2]
     return any(isinstance(one, ast.Constant) and one.value is False for one in given)
+
+
+@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
+def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
+    """The loss counts every label but -100, so also those of pad tokens."""
+    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
+        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
+        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+            what = "the labels are padded with the pad token: the loss also trains on it"
+            yield Hit((), what, "padding_value=-100", line=call.lineno)
+    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
+    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
+        holder, ids = given[1], given[2] or ""
+        apart = (holder and ids and holder != ids) or _ANSWERS.search(ids)  # tokenised on their own
+        what = "the labels are padded with the pad token" if apart else "the labels are the padded input ids"
+        fix = "-100 in the labels for each pad token"
+        fix = fix if apart else "labels.masked_fill(attention_mask == 0, -100)"
+        what += ": the loss also trains on pad tokens"
+        yield Hit((), what, fix, line=line_at(document.text, given.start()))
+
+
+@training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
+def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
+    """A tokenizer without a pad token stops where it is asked to pad."""
+    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
+    without = any(part.startswith(names("no_pad_token")) for part in model.split("/"))
+    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
+        what += "not have a padding token`"
+        fix = "tokenizer.pad_token = tokenizer.eos_token"
+        yield Hit((), what, fix, line=line_at(document.text, pads.start()))

@@ -208,7 +208,8 @@ def _flags(script: Document) -> dict[str, bool]:
             flags |= _fields(made := classes.pop(name))
             waiting += made.bases
         elif name in ("TrainingArguments", "Seq2SeqTrainingArguments"):
-            flags |= dict.fromkeys(names("trainer_arguments"), False) | flags
+            removed = (one.partition("=")[0] for one in names("removed_from_TrainingArguments"))
+            flags |= dict.fromkeys([*names("trainer_arguments"), *removed], False) | flags
         else:
             return {}
     return {name.replace("_", "-"): False for name in flags if waiting} | flags

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document, line_at
+from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.branches import branches, spelled_out
@@ -49,10 +49,6 @@ _NEW = re.compile(
     r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
 )
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
-_NO_PAD_TOKEN = names("no_pad_token")
-_LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
-_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
-_PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
 @loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
@@ -162,18 +158,6 @@ def _certain(document: Document, node: ast.AST) -> bool:
     return flow.certain(node) and all(called) and "except" not in document.text
 
 
-@training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
-def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
-    """A tokenizer without a pad token stops where it is asked to pad."""
-    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
-    without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
-    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
-        fix = "tokenizer.pad_token = tokenizer.eos_token"
-        yield Hit((), what, fix, line=line_at(document.text, pads.start()))
-
-
 @loop_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
@@ -190,21 +174,6 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
             what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
-
-
-@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
-def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
-    """The loss counts every label but -100, so also those of pad tokens."""
-    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
-        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
-        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
-            what = "the labels are padded with the pad token: the loss also trains on it"
-            yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
-    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
-        what = "the labels are the padded input ids: the loss also trains on pad tokens"
-        fix = "labels.masked_fill(attention_mask == 0, -100)"
-        yield Hit((), what, fix, line=line_at(document.text, given.start()))
 
 
 def made_by(document: Document) -> dict[str, str]:
@@ -333,7 +302,9 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
     made, found = made_by(document), [*calls(document, "backward")]
-    own = ".prepare" in " ".join(made.values()) and any(name.endswith("Accelerator") for name in document.uses)
+    own = ".prepare" in " ".join(made.values()) and any(
+        name.endswith("Accelerator") for name in document.uses
+    )
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     count = _accumulated(document)
     formats = [one.get("mixed_precision") for one in (document, *setup.of("accelerate"))]

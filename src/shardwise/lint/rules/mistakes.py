@@ -20,7 +20,6 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
-_REMOVED = dict(word.split("=") for word in names("removed_imports"))
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
@@ -280,19 +279,6 @@ def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
         if given.get("shuffle") == "True" and given.get("sampler", "None") not in ("None", ""):
             sure = "Sampler(" in given["sampler"] and " if " not in given["sampler"]  # a name may be None
             yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
-
-
-@training_rule("warning", "transformers 5.23, PEFT 0.21: import", versions="transformers>=5")
-def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """Newer versions have no such name: ImportError."""
-    for node in ast.walk(tree_of(document)):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        package = str(node.module).partition(".")[0]
-        for alias in node.names:
-            if now := _REMOVED.get(f"{package}.{alias.name}"):
-                what = f"{package} has no `{alias.name}` any more: ImportError"
-                yield Hit((), what, now, line=node.lineno)
 
 
 @training_rule("warning", "torch/amp/grad_scaler.py; fp16's smallest number is 6e-8")

@@ -162,9 +162,19 @@ def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iter
 def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
     """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
     known = values_of(document)
-    for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
-        last = {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body, known)}
+    loops = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)]
+    called = {
+        loop: {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body, known)}
+        for loop in loops
+    }
+    for loop, last in called.items():
         if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
-            what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
-            yield Hit((), what, "model.train() at the beginning of each epoch", line=loop.lineno)
+            model = ast.unparse(last["eval"].func).removesuffix(".eval")
+            around_it = any("train" in called[one] and loop in ast.walk(one) for one in loops)
+            how_long = "the rest of the epoch" if around_it else "the next epochs"
+            what = f"eval mode stays on for {how_long}: nothing in this loop calls `train()`"
+            fix = (
+                f"{model}.train() {'after the evaluation' if around_it else 'at the beginning of each epoch'}"
+            )
+            yield Hit((), what, fix, line=last["eval"].lineno if around_it else loop.lineno)
             return

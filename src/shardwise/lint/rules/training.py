@@ -10,7 +10,6 @@ from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
@@ -28,7 +27,7 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
-_PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
+PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
 _WORDS: dict[str, str] = table("words_of_the_trainer")
@@ -140,45 +139,6 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}', severity=severity, line=line)
 
 
-@training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
-def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """from_pretrained gives what it does not know to the model's class, which stops: TypeError."""
-    gone: dict[str, str] = table("removed_from_pretrained")
-    for call in calls(document, "from_pretrained"):
-        loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
-        given = values_of(document).arguments(call) if loads else {}
-        found = [name for name in gone if (name,) in given]
-        written = [name for name in found if name in {one.arg for one in call.keywords}]
-        sure = written or [name for name in found if given[name,][1] != UNKNOWN]
-        if found:
-            what = f"from_pretrained of transformers 5 has no {', '.join(f'`{name}`' for name in found)}"
-            fix = "; ".join(f"{name}: {gone[name]}" if len(found) > 1 else gone[name] for name in found)
-            first, what = (sure or found)[0], f"{what}, whatever the value: TypeError"
-            yield Hit((first,), what, fix, severity=None if sure else "warning", line=given[first,][0])
-
-
-@training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
-def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
-    arguments = names("removed_from_TrainingArguments")
-    gone = dict.fromkeys(_PLAIN, arguments) | {"SFTConfig": arguments + names("removed_from_SFTConfig")}
-    gone |= dict.fromkeys(("Trainer", "Seq2SeqTrainer"), names("removed_from_Trainer"))
-    for called, words in (gone | {"SFTTrainer": names("removed_from_SFTTrainer")}).items():
-        package = "TRL 1.16" if called.startswith("SFT") else "transformers 5.23"
-        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        now = dict(word.split("=") for word in words)
-        found = [old for old in now if {f"{way}({old})" for way in ways} & document.uses]
-        given = {one.arg: one.lineno for call in calls(document, called) for one in call.keywords}
-        if found:
-            ways_out = [f"{old} is {now[old]}" if now[old] else f"remove {old}" for old in found]
-            names_ = ", ".join(f"`{old}`" for old in found)
-            what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-            renamed = [old for old in found if now[old].isidentifier() and old in given]
-            changes = tuple(Rename((old,), now[old], given[old]) for old in renamed)
-            fix = f"{', '.join(ways_out)}; or an earlier version"
-            yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
-
-
 @training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, and these are not trained themselves."""
@@ -248,7 +208,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 differing.setdefault(name, {})[key] = value
         for name, keys in differing.items():
             yield from _differs(config, setup, keys, name, document.get(name))
-        called = [one for one in _PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
+        called = [one for one in PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
         for key, value, name, default in absent if called and document.syntax == "python" else ():
             if value != default:
                 what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
@@ -259,7 +219,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                     fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
                 yield Hit((called[0],), what, fix)
         missing = [row for row in absent if row[1] != row[3]]
-        if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
+        parsed = not setup.scripts or re.search(r"Parser|parse_args|[Ff]ire|argv", setup.scripts)
+        known = document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text
+        if missing and known and parsed:
             each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
             words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
             others = {"bf16": "fp16", "fp16": "bf16"}  # the Trainer refuses both
@@ -302,7 +264,7 @@ def given_to_trainers(
     """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values = known_values(document, setup) if every else values_of(document)
-    for call in calls(document, *_PLAIN, *names("trl_arguments")):
+    for call in calls(document, *PLAIN, *names("trl_arguments")):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
