@@ -26,6 +26,7 @@ from shardwise.lint.translate import translate
 GONE = object()
 """Takes a key out of the base."""
 
+GRPO = "from trl import GRPOConfig\nGRPOConfig('o', per_device_train_batch_size={}, num_generations=8)\n"
 DEEPSPEED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -587,12 +588,6 @@ CASES = (
         also=('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}',),
     ),
     Case(
-        "lora-targets",
-        "from peft import LoraConfig\nLoraConfig(target_modules=['c_attn'])\n",
-        "from peft import LoraConfig\nLoraConfig(target_modules=['q_proj'])\n",
-        {"model": LLAMA},
-    ),
-    Case(
         "not-read",
         TRAINER + "TrainingArguments(**read())\n",
         TRAINER + "TrainingArguments(**{'bf16': True})\n",
@@ -601,6 +596,12 @@ CASES = (
         "contradicting-arguments",
         TRAINER + "TrainingArguments('out', bf16=True, fp16=True)\n",
         TRAINER + "TrainingArguments('out', bf16=True)\nTrainingArguments('out', fp16=True)\n",
+    ),
+    Case(
+        "rows-do-not-divide",
+        GRPO.format("6"),
+        GRPO.format("8"),
+        {"asked_world_size": 2},
     ),
     Case(
         "misspelt-argument",
@@ -652,9 +653,10 @@ CASES = (
         NEOX.format("GPTNeoXLayer"),
     ),
     Case(
-        "lora-targets-of-another-family",
-        TARGETS.format(["q_proj", "v_proj"]),
-        TARGETS.format(["q_proj", "query_key_value"]),
+        "lora-targets",
+        "from peft import LoraConfig\nLoraConfig(target_modules=['c_attn'])\n",
+        "from peft import LoraConfig\nLoraConfig(target_modules=['q_proj'])\n",
+        {"model": LLAMA},
     ),
     Case("template-of-another-family", FACTORY.format("llama3"), FACTORY.format("qwen")),
     Case(

@@ -395,7 +395,15 @@ def test_labels_of_their_own_are_no_input_ids(tmp_path: Path, row: str, what: st
 def test_a_script_without_a_parser_is_not_asked_for_flags(tmp_path: Path) -> None:
     script = "from transformers import Trainer, TrainingArguments\nTrainer('m', TrainingArguments('o', deepspeed='ds.json'))\n"
     config = json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
-    said = found(tmp_path, "trainer-and-file-differ", train_py=script, run_sh="deepspeed train.py\n", ds_json=config)
+    said = found(
+        tmp_path, "trainer-and-file-differ", train_py=script, run_sh="deepspeed train.py\n", ds_json=config
+    )
     assert [Path(one.file).name for one in said] == ["train.py"]
-    said = found(tmp_path, "trainer-and-file-differ", train_py=PARSES, run_sh="deepspeed train.py --deepspeed ds.json\n", ds_json=config)
+    said = found(
+        tmp_path,
+        "trainer-and-file-differ",
+        train_py=PARSES,
+        run_sh="deepspeed train.py --deepspeed ds.json\n",
+        ds_json=config,
+    )
     assert "run.sh" in [Path(one.file).name for one in said]

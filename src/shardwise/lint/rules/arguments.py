@@ -13,6 +13,7 @@ from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
     DEFAULTS,
+    PLAIN,
     calls,
     given_to_trainers,
     is_optimizer,
@@ -24,11 +25,13 @@ from shardwise.lint.schema import as_number, closest, names, table, toml_file
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
+from shardwise.units import processes
 
 _ARGUMENTS = toml_file("arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
 _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
+_GENERATIONS = {"GRPOConfig": 8, "RLOOConfig": 2}  # the defaults of `num_generations`
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
@@ -107,6 +110,38 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"{what}; {steps[0]} is not a multiple of {steps[1]}" if save == evaluate else what
             fix = "the same save_ and eval_strategy and steps"
             yield Hit(("load_best_model_at_end",), what, fix, line=line)
+
+
+@training_rule("error", "transformers/trainer.py: _validate_args, 5.23; trl/trainer/grpo_config.py, 1.16")
+def rows_do_not_divide(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer cannot count the steps, or GRPO cannot divide a batch by prompts: ValueError."""
+    known, loads = known_values(document, setup), [*calls(document, "load_dataset")]
+    kept = re.search(r"\bfrom_list\(|\bfrom_generator\(|\blist\(|max_steps =", document.text)
+    streams = [one for call in loads for one in call.keywords if one.arg == "streaming"]
+    streams = [one for one in streams if known.value(one.value) is True]
+    made = [*calls(document, *PLAIN, *names("trl_arguments"))]
+    for call in made if len(made) == 1 else ():
+        given = {key[0]: value for key, (_, value) in known.arguments(call).items()}
+        steps = as_number(given.get("max_steps", -1))
+        if loads and len(streams) == len(loads) and not kept and steps is not None and steps <= 0:
+            what = "streamed rows have no length: ValueError `max_steps has to be specified`"
+            yield Hit(
+                ("max_steps",), what, "max_steps=1000, or rows without streaming=True", line=call.lineno
+            )
+        default = _GENERATIONS.get(ast.unparse(call.func).rpartition(".")[2])
+        keys = {
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 1,
+            "num_generations": default,
+        }
+        counts = [given.get(name, value) for name, value in keys.items()]
+        other = {"generation_batch_size", "steps_per_generation", "**"} & given.keys()
+        if default and setup.world_size and not other and all(type(one) is int for one in counts):
+            batch = counts[0] * counts[1] * setup.world_size
+            if batch % counts[2]:
+                what = f"{counts[0]} x {counts[1]} x {processes(setup.world_size)} = {batch} completions are "
+                what += f"no multiple of num_generations {counts[2]}: ValueError"
+                yield Hit(("num_generations",), what, "a batch that is a multiple", line=call.lineno)
 
 
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: the classes of arguments")

@@ -10,9 +10,9 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
-from shardwise.lint.rules import training
 from shardwise.lint.rules.training import calls, known_values, tree_of, within
-from shardwise.lint.schema import names, table
+from shardwise.lint.schema import closest, names, table
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
 from shardwise.models.catalog import lookup
 
@@ -22,7 +22,8 @@ _TEMPLATES: dict[str, list[str]] = table("chat_templates")
 _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
-_TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Factory
+_TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
+_TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
@@ -105,40 +106,46 @@ def fsdp_class_of_another_family(document: Document, setup: Setup) -> Iterator[H
             yield from (hit for hit in foreign_blocks(key, value, model) if hit.severity is None)
 
 
-def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, list[Any], int]]:
-    """LoRA's targets that are lists of names, and where they are written."""
+def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]:
+    """LoRA's targets, and where they are written."""
     if document.syntax != "python":
-        for key in ((name,) for name in _TARGETS if document.has(name)):
-            value = document.get(*key)
-            plain = isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value)
-            given = re.split(r"\s*,\s*", value) if plain and key == ("lora_target",) else value
-            yield key, given if isinstance(given, list) else [], document.line(key)
+        for name in (one for one in _TARGETS if document.has(one)):
+            value = document.get(name)
+            listed = name == "lora_target" and isinstance(value, str) and value != "all"  # LLaMA-Factory's
+            yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
     for call in calls(document, "LoraConfig", "get_peft_model"):
         known, given = known_values(document, setup), {one.arg: one.value for one in call.keywords}
         node = known.meant(given.get("target_modules", call))
         while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
             node = known.meant(node.args[0])
-        value = known.value(node)
         if "target_modules" in given and "target_parameters" not in given:
-            listed = value if isinstance(value, list) else []
-            yield ("target_modules",), listed, getattr(node, "lineno", call.lineno)
+            yield ("target_modules",), known.value(node), getattr(node, "lineno", call.lineno)
 
 
-@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; transformers: the family's modules")
-def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
-    """PEFT stops where no target is a module of the model that the files name."""
-    said = any(training.lora_targets.find(document, setup))  # what a file says in so many words
-    for key, value, line in _targets(document, setup) if not said else ():
-        lasts = {str(one).rpartition(".")[2] for one in value}
+@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
+def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
+    for key, value, line in _targets(document, setup):
+        fix = _TARGETS[key[0]]
+        if isinstance(value, str) and re.fullmatch(r"\w+", value) and value not in ("all", UNKNOWN):
+            right = fix if closest(value, ["all-linear"]) else f'["{value}"]'
+            what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
+            yield Hit(key, what, right, line=line)
+        lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
         model = model_of(setup) if lasts else None
-        known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
-        sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
-        if model and known and known.parts and sure and not lasts & known.parts:
-            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
-            what += "`Target modules ... not found in the base model`"
-            right = [one for one in names("lora_modules") if one in known.parts][:3]
-            yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
+        known, guess = blocks_for(model) if model else (None, None)
+        parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
+        absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
+        sure = setup.model is model and not guess  # else a name may mislead
+        if absent and (sure or len(absent) == len(lasts)):
+            where = f"{model.name if model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
+            what = f"no module of {where} is named {', '.join(absent)}: "
+            some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
+            what += some or "PEFT stops, `not found in the base model`"
+            ways = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
+            maybe = some or guess or (setup.model and not setup.model.model_type)
+            yield Hit(key, what, ways, severity="warning" if maybe else None, line=line)
 
 
 @training_rule("warning", "LLaMA-Factory: extras/constants.py, register_model_group(template=...)")

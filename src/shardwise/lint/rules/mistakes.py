@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
+from shardwise.lint.rules.loop import made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import options
@@ -20,6 +22,7 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
+_AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
@@ -54,6 +57,20 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "peft: LoraConfig alone changes no model")
 def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
     """Nothing gets the LoraConfig: all weights are trained, and those of 4 or 8 bits stop the Trainer."""
+    made = made_by(document)
+    for call in calls(document, *names("trl_trainers")):
+        given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
+        twice = made.get(given.get("model", ""), "").endswith("get_peft_model")
+        if twice and given.get("peft_config", "None") != "None":
+            what = "the model has adapters already: ValueError `You passed a PeftModel instance together`"
+            yield Hit(("peft_config",), what, "remove peft_config, or get_peft_model", line=call.lineno)
+    for lost in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Expr)):
+        call = lost.value
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("get_peft_model") and call.args:
+            model = ast.unparse(call.args[0])
+            what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the Trainer "
+            what += "refuses a quantized one"
+            yield Hit((), what, f"{model} = {ast.unparse(call)}", severity="warning", line=call.lineno)
     nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
     read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     trains = re.search(r"trainer\.train\(|\.backward\(", document.text)
@@ -126,10 +143,19 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         if document.get(steps) and document.get(times):
             what = f"Axolotl stops: `{steps}` and `{times}` exclude each other"
             yield Hit((steps,), what, f"keep `{times}`")
+    unsplit = document.get("val_set_size") == 0 and not document.get("test_datasets")
     asked = [one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")]
-    if asked and document.get("val_set_size") == 0 and not document.get("test_datasets"):
+    if asked and unsplit:
         what = f"Axolotl stops: `{asked[0]}` with `val_set_size: 0`, and no rows to evaluate"
         yield Hit((asked[0],), what, "val_set_size: 0.05, or remove it")
+    elif unsplit and document.get("evals_per_epoch"):
+        what = "with `val_set_size: 0` there are no rows to evaluate: it has no effect"
+        yield Hit(("evals_per_epoch",), what, "val_set_size: 0.05, or remove it", severity="warning")
+    rows = document.get("datasets")
+    for at, one in enumerate(rows if isinstance(rows, list) else ()):
+        if isinstance(one, Mapping) and str(one.get("type")).startswith("sharegpt"):
+            what = "Axolotl stops: `type: sharegpt.*` is deprecated"
+            yield Hit(("datasets", str(at), "type"), what, "type: chat_template")
 
 
 @training_rule("error", "llamafactory/hparams/parser.py: get_train_args")

@@ -11,7 +11,6 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
-from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names, table
@@ -34,8 +33,6 @@ _WORDS: dict[str, str] = table("words_of_the_trainer")
 _REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
 _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
-_TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
-_TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _OWN_LOOP = re.compile(r"\.backward\(|FullyShardedData|DistributedDataPar|fully_shard\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
@@ -273,10 +270,10 @@ def given_to_trainers(
     if document.syntax != "python" and trainers:
         scripts = [one for one in setup.of("training") if one.syntax == "python"]
         said = [given for one in scripts for given, _ in given_to_trainers(one, setup, every=True)]
-        written: dict[str, Any] = said[0] if len(said) == 1 else {}  # by the only call, which reads this file
+        written = said[0] if len(said) == 1 else {}  # by the only call, which reads this file
         open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
-        defaults: dict[str, Any] = {name: None if open_ else value for name, value in DEFAULTS.items()}
-        groups.append((defaults | written | {**document.values}, None))
+        defaults = {name: None if open_ else written.get(name, value) for name, value in DEFAULTS.items()}
+        groups.append((defaults | {**document.values}, None))
     return groups
 
 
@@ -310,30 +307,6 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
             if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
                 what = f"`{name}` is {asked}, but the Trainer silently uses {used} of {config.name}{does}"
                 yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
-
-
-@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
-def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
-    """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
-    known, guess = blocks_for(setup.model) if setup.model else (None, None)
-    name = next((one for one in _TARGETS if document.get(one) and document.syntax != "shell"), "")
-    value, fix = document.get(name), _TARGETS.get(name, "")
-    if name == "lora_target" and isinstance(value, str):  # LLaMA-Factory's
-        value = [] if value == "all" else [one.strip() for one in value.split(",")]
-    if isinstance(value, str) and re.fullmatch(r"\w+", value):
-        fix = fix if closest(value, ["all-linear"]) else f'["{value}"]'
-        what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
-        yield Hit((name,), what, fix)
-    lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
-    parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
-    absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
-    if absent and (not guess or len(absent) == len(lasts)):  # a name may mislead
-        where = f"{setup.model.name if setup.model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
-        what = f"no module of {where} is named {', '.join(absent)}: "
-        some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
-        what += some or "PEFT stops, `not found in the base model`"
-        fix = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
-        yield Hit((name,), what, fix, severity="warning" if some or guess else None)
 
 
 @training_rule("note", "check reads files and runs nothing")
