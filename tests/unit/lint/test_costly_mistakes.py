@@ -308,7 +308,7 @@ def test_a_removed_argument_is_found_where_it_is_given() -> None:
         "from trl import SFTTrainer\nm = F.from_pretrained('x', max_seq_length=2)\nSFTTrainer(m,\n  {},\n)\n"
     )
     given = "max_seq_length=2"
-    assert lines("argument-was-removed", script.format(given)) == [("warning", given + ",")]
+    assert lines("argument-was-removed", script.format(given)) == [("error", given + ",")]
 
 
 def test_two_keys_for_one_argument_are_one_finding() -> None:

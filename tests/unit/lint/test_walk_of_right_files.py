@@ -330,8 +330,8 @@ args = DPOConfig("o", max_prompt_length=512, evaluation_strategy="steps", beta=0
 DPOTrainer(model, args=args, tokenizer=tokenizer, train_dataset=rows).train()
 """
     said = found(tmp_path, train_py=text)
-    assert [(one.rule, one.line) for one in said if "removed" in one.rule] == [
-        ("import-was-removed", 1), ("argument-was-removed", 3), ("argument-was-removed", 4),
+    assert sorted((one.line, one.rule) for one in said if "removed" in one.rule) == [
+        (1, "import-was-removed"), (3, "argument-was-removed"), (4, "argument-was-removed"),
     ]  # fmt: skip
     (first, _) = (one for one in said if one.rule == "argument-was-removed")
     assert first.fix.splitlines()[0] == "max_prompt_length -> nothing: remove it"

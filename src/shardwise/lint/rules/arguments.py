@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 from shardwise.lint.document import Document
@@ -13,25 +14,25 @@ from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
     DEFAULTS,
-    PLAIN,
     calls,
     given_to_trainers,
     is_optimizer,
     known_values,
     tree_of,
+    values_of,
     within,
 )
 from shardwise.lint.schema import as_number, closest, names, table, toml_file
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
-from shardwise.units import processes
 
 _ARGUMENTS = toml_file("arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
 _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
-_GENERATIONS = {"GRPOConfig": 8, "RLOOConfig": 2}  # the defaults of `num_generations`
+_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # and their defaults
+_OTHERS = {"generation_batch_size", "steps_per_generation"}  # what else makes a batch of completions
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
@@ -104,6 +105,15 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
                 f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
             )
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
+        if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
+            what = "streamed rows have no length: ValueError `max_steps has to be specified`"
+            yield Hit(("max_steps",), what, "max_steps=1000, or rows without streaming=True", line=line)
+        batch = [given.get(name, value) for name, value in _BATCH.items()] + [setup.world_size]
+        each = given.get("num_generations")  # GRPO's
+        counted = all(isinstance(one, int) for one in (each, *batch)) and not _OTHERS & given.keys()
+        if counted and each and prod(batch) % each:
+            what = f"{' x '.join(map(str, batch))} GPUs = {prod(batch)} completions are no multiple of {each}"
+            yield Hit(("num_generations",), f"{what}: ValueError", "a batch that is a multiple", line=line)
         known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
         if known and (save != evaluate or apart):
             what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
@@ -112,36 +122,12 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("load_best_model_at_end",), what, fix, line=line)
 
 
-@training_rule("error", "transformers/trainer.py: _validate_args, 5.23; trl/trainer/grpo_config.py, 1.16")
-def rows_do_not_divide(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer cannot count the steps, or GRPO cannot divide a batch by prompts: ValueError."""
-    known, loads = known_values(document, setup), [*calls(document, "load_dataset")]
+def _streams(document: Document) -> bool:
+    """Whether all rows of a script are streamed, and none of them are put in a list."""
+    loads, known = [*calls(document, "load_dataset")], values_of(document)
+    given = [one.value for call in loads for one in call.keywords if one.arg == "streaming"]
     kept = re.search(r"\bfrom_list\(|\bfrom_generator\(|\blist\(|max_steps =", document.text)
-    streams = [one for call in loads for one in call.keywords if one.arg == "streaming"]
-    streams = [one for one in streams if known.value(one.value) is True]
-    made = [*calls(document, *PLAIN, *names("trl_arguments"))]
-    for call in made if len(made) == 1 else ():
-        given = {key[0]: value for key, (_, value) in known.arguments(call).items()}
-        steps = as_number(given.get("max_steps", -1))
-        if loads and len(streams) == len(loads) and not kept and steps is not None and steps <= 0:
-            what = "streamed rows have no length: ValueError `max_steps has to be specified`"
-            yield Hit(
-                ("max_steps",), what, "max_steps=1000, or rows without streaming=True", line=call.lineno
-            )
-        default = _GENERATIONS.get(ast.unparse(call.func).rpartition(".")[2])
-        keys = {
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 1,
-            "num_generations": default,
-        }
-        counts = [given.get(name, value) for name, value in keys.items()]
-        other = {"generation_batch_size", "steps_per_generation", "**"} & given.keys()
-        if default and setup.world_size and not other and all(type(one) is int for one in counts):
-            batch = counts[0] * counts[1] * setup.world_size
-            if batch % counts[2]:
-                what = f"{counts[0]} x {counts[1]} x {processes(setup.world_size)} = {batch} completions are "
-                what += f"no multiple of num_generations {counts[2]}: ValueError"
-                yield Hit(("num_generations",), what, "a batch that is a multiple", line=call.lineno)
+    return bool(loads) and not kept and [known.value(one) for one in given] == [True] * len(loads)
 
 
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: the classes of arguments")

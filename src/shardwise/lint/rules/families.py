@@ -197,7 +197,12 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
 def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     """The collator makes labels of the input ids: the script's own, with -100 for prompts, are lost."""
     others = re.search(r"DataCollator(?!ForLanguageModeling)\w+\(", document.text)
+    causal = "ForCausalLM" in document.text and not re.search(r"MaskedLM|PreTraining|mlm", document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
+        if causal and len(call.args) < 2 and all(one.arg for one in call.keywords):
+            what = "`mlm` is True by default: 15 % of the words are masked, and only these are labels, "
+            what += "which a causal model is to predict from the words before"
+            yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _causal(call) and _MASKED.search(document.text) and not others:
             what = (
                 "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "

@@ -43,7 +43,7 @@ _ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deep
 _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
-_GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
+_GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
 _NEW = re.compile(
     r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
@@ -62,7 +62,15 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             if re.search(rf"^( *){engine}\.step\(\)\n(?:\1.*\n)*?\1{name}\.step\(\)", program, re.MULTILINE):
                 what = f"`{engine}.step()` also steps the schedule that DeepSpeed has: it runs twice as fast"
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
-    flow = values_of(document).flow
+    flow, made = values_of(document).flow, made_by(document)
+    counts = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
+    for name, call in stepped.items() if max(counts, default=1) > 1 else ():
+        tests = [ast.unparse(spelled_out(test, values_of(document))) for test, _ in flow.taken(call)]
+        if made.get(name) == _INITIALIZE and (by := [one for one in tests if "%" in one]):
+            what = (
+                f"the engine counts micro-batches in `step`: called only where {by[0]}, it accumulates twice"
+            )
+            yield Hit((), what, f"{name}.step() after each backward", line=call.lineno)
     engines = [*calls(document, "initialize"), *calls(document, "backward")]
     for engine, returned, given in _ENGINE.findall(program):
         own = (one for one in engines if ast.unparse(one.func) in (_INITIALIZE, f"{engine}.backward"))

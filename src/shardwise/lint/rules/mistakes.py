@@ -330,6 +330,13 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
 def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
-    clips = calls(document, "clip_grad_norm_", "clip_grad_value_")
+    clips = [*calls(document, "clip_grad_norm_", "clip_grad_value_")]
     for call in clips if scaled and "unscale_(" not in document.text else ():
         yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
+    parts = [name for name, by in made_by(document).items() if by.endswith("FullyShardedDataParallel")]
+    for call in clips if parts else ():
+        held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
+        if held and "_norm_" in ast.unparse(call.func) and "no_shard" not in document.text.lower():
+            what = "each process clips by the norm of its own shards: the shards get different factors"
+            fix, source = f"{held[0]}.clip_grad_norm_(...)", "torch/distributed/fsdp: clip_grad_norm_"
+            yield Hit((), what, fix, severity="warning", line=call.lineno, source=source)

@@ -12,47 +12,36 @@ from shardwise.lint.schema import names, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
 
-_OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer")
+_OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
+_LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
 _REMOVED: dict[str, str] = table("removed_imports")
 
 
-@training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
-def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """from_pretrained gives what it does not know to the model's class, which stops: TypeError."""
-    gone: dict[str, str] = table("removed_from_pretrained")
-    for call in calls(document, "from_pretrained"):
-        loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
-        given = values_of(document).arguments(call) if loads else {}
-        found = [name for name in gone if (name,) in given]
-        written = [name for name in found if name in {one.arg for one in call.keywords}]
-        sure = written or [name for name in found if given[name,][1] != UNKNOWN]
-        if found:
-            what = f"from_pretrained of transformers 5 has no {', '.join(f'`{name}`' for name in found)}"
-            fix = "; ".join(f"{name}: {gone[name]}" if len(found) > 1 else gone[name] for name in found)
-            first, what = (sure or found)[0], f"{what}, whatever the value: TypeError"
-            yield Hit((first,), what, fix, severity=None if sure else "warning", line=given[first,][0])
-
-
-@training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
+@training_rule("error", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
 def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
     for called, words in gone.items():
         package = "transformers 5.23" if called in _OF_TRANSFORMERS else "TRL 1.16"
-        every = (*words.split(), *(() if called.endswith("Trainer") else arguments))
+        every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
         ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        for call in (one for one in calls(document, called) if ast.unparse(one.func) in ways):
-            given = {key[0]: line for key, (line, _) in values_of(document).arguments(call).items()}
-            if found := [old for old in now if old in given]:
+        for call in calls(document, called):
+            by = ast.unparse(call.func)
+            given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
+            if found := [old for old in now if (old,) in given]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
                 renamed = [old for old in found if now[old].isidentifier()]
                 written = {one.arg: one.lineno for one in call.keywords}
+                sure = [one for one in found if one in written] or [
+                    one for one in found if given[one,][1] != UNKNOWN
+                ]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
-                yield Hit((found[0],), what, f"{fix}; or an earlier version", changes, line=given[found[0]])
+                first, fix = (sure or found)[0], f"{fix}; or an earlier version"
+                yield Hit((first,), what, fix, changes, None if sure else "warning", given[first,][0])
 
 
 @training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
