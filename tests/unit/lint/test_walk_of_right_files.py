@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.app.check import check as check_files
 from shardwise.lint.check import check, headings, load, unreached
 from shardwise.lint.finding import Finding
 from shardwise.lint.model import facts_of
@@ -407,3 +408,40 @@ def test_a_script_without_a_parser_is_not_asked_for_flags(tmp_path: Path) -> Non
         ds_json=config,
     )
     assert "run.sh" in [Path(one.file).name for one in said]
+
+
+@pytest.mark.parametrize(
+    ("requirements", "shell", "severity"),
+    [
+        ("torch\n", "", "error"),
+        ("transformers==4.44.0\n", "", "warning"),
+        ("transformers<5\n", "", "warning"),
+        ("trl==0.9.6\n", "", "warning"),
+        ("transformers>=4.0\n", "", "error"),
+        ("", "pip install 'transformers<4.50'\ntorchrun train.py\n", "warning"),
+    ],
+)
+def test_an_argument_that_an_earlier_version_has_stops_the_newest(
+    tmp_path: Path, requirements: str, shell: str, severity: str
+) -> None:
+    (tmp_path / "requirements.txt").write_text(requirements)
+    text = "from transformers import TrainingArguments\nTrainingArguments('o', evaluation_strategy='no')\n"
+    texts = {"train_py": text} | ({"run_sh": shell} if shell else {})
+    assert [one.severity for one in found(tmp_path, "argument-was-removed", **texts)] == [severity]
+
+
+def test_a_sampler_in_a_variable_and_shuffle_stop_a_loader(tmp_path: Path) -> None:
+    text = "from torch.utils.data import DataLoader, DistributedSampler\n{}\nDataLoader(rows, sampler=s, shuffle=True)\n"
+    for made, severity in (("s = DistributedSampler(rows)", "error"), ("s = make()", "warning")):
+        said = found(tmp_path, "sampler-and-shuffle", train_py=text.format(made))
+        assert [one.severity for one in said] == [severity]
+
+
+def test_notes_on_defaults_do_not_push_findings_off_the_screen(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    for keys, shown in (({}, True), ({"zero_optimisation": {}}, False)):
+        file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}} | keys))
+        report = check_files([file])
+        assert {"throughput-timer", "clipping-default"} <= {one.rule for one in report.findings}
+        assert ("[throughput-timer]" in report.text()) is shown
+        assert ("not shown: notes on defaults of DeepSpeed (" in report.text()) is not shown

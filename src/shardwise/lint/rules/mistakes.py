@@ -300,10 +300,12 @@ def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "torch/utils/data/dataloader.py: sampler option is mutually exclusive with shuffle")
 def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
     """A DataLoader takes `sampler` or `shuffle=True`: with both it stops with a ValueError."""
+    known = values_of(document)
     for call in calls(document, "DataLoader"):
-        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        if given.get("shuffle") == "True" and given.get("sampler", "None") not in ("None", ""):
-            sure = "Sampler(" in given["sampler"] and " if " not in given["sampler"]  # a name may be None
+        given = {one.arg: one.value for one in call.keywords}
+        said = {name: ast.unparse(known.meant(value)) for name, value in given.items()}
+        if said.get("shuffle") == "True" and said.get("sampler", "None") not in ("None", ""):
+            sure = "Sampler(" in said["sampler"] and " if " not in said["sampler"]  # a name may be None
             yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
 
 

@@ -3,10 +3,14 @@
 import ast
 import re
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
-from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.read import is_file
 from shardwise.lint.rules.training import PLAIN, calls, tree_of, values_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_sums import UNKNOWN
@@ -14,11 +18,26 @@ from shardwise.lint.setup import Setup
 
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
+_PINS = re.compile(  # `transformers==4.44`, `trl<1`
+    r"\b(?:transformers[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?[0-4]\.|<\s*[0-5]\b)|trl[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?0\.|<\s*1\b))"
+)
 _REMOVED: dict[str, str] = table("removed_imports")
 
 
+def _older(document: Document, setup: Setup) -> bool:
+    """Whether an earlier version of transformers or TRL is installed here, or a file asks for one."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        installed = ""
+    files = [Path(document.name).absolute().parent / name for name in names("requirements")]
+    texts = [document.text, *(one.text for one in setup.documents if one.syntax == "shell")]
+    texts += [read_bounded(one, 100_000).decode(errors="replace") for one in files if is_file(one)]
+    return installed.startswith(("3.", "4.")) or any(map(_PINS.search, texts))
+
+
 @training_rule("error", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
-def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
@@ -41,7 +60,8 @@ def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
                 ]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
                 first, fix = (sure or found)[0], f"{fix}; or an earlier version"
-                yield Hit((first,), what, fix, changes, None if sure else "warning", given[first,][0])
+                severity: Severity | None = None if sure and not _older(document, setup) else "warning"
+                yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
 @training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
