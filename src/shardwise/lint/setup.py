@@ -98,7 +98,9 @@ class Setup:
         if self.asked_reader is not None:
             return self.asked_reader
         scripts = [document for document in self.of("training") if document.syntax == "python"]
-        called = [*filter(None, map(of_script, scripts))]  # what a script calls counts more than its flags
+        called = [
+            one for one in map(of_script, scripts) if one
+        ]  # what a script calls counts more than its flags
         itself = _gives_file_itself(self.of("training"))
         if itself or ("deepspeed" in called and not any(map(_trainers, scripts))):
             called = [

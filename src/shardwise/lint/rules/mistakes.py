@@ -57,20 +57,25 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "peft: LoraConfig alone changes no model")
 def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
     """Nothing gets the LoraConfig: all weights are trained, and those of 4 or 8 bits stop the Trainer."""
-    made = made_by(document)
+    by = made_by(document)
     for call in calls(document, *names("trl_trainers")):
         given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
-        twice = made.get(given.get("model", ""), "").endswith("get_peft_model")
+        twice = by.get(given.get("model", ""), "").endswith("get_peft_model")
         if twice and given.get("peft_config", "None") != "None":
             what = "the model has adapters already: ValueError `You passed a PeftModel instance together`"
             yield Hit(("peft_config",), what, "remove peft_config, or get_peft_model", line=call.lineno)
-    for lost in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Expr)):
-        call = lost.value
-        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("get_peft_model") and call.args:
-            model = ast.unparse(call.args[0])
-            what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the Trainer "
-            what += "refuses a quantized one"
-            yield Hit((), what, f"{model} = {ast.unparse(call)}", severity="warning", line=call.lineno)
+    for node in ast.walk(tree_of(document)):
+        match node:
+            case ast.Expr(value=ast.Call(args=[first, *_]) as lost) if ast.unparse(lost.func).endswith(
+                "get_peft_model"
+            ):
+                model = ast.unparse(first)
+                what = (
+                    f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the Trainer "
+                )
+                what += "refuses a quantized one"
+                fix = f"{model} = {ast.unparse(lost)}"
+                yield Hit((), what, fix, severity="warning", line=lost.lineno)
     nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
     read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     trains = re.search(r"trainer\.train\(|\.backward\(", document.text)
