@@ -1,5 +1,5 @@
 # ruff: noqa: E501 - the files are text
-"""Faults that a walk found to be missed, each beside right files of the same shape."""
+"""Faults that a walk found to be missed, each with right files of the same shape."""
 
 from __future__ import annotations
 

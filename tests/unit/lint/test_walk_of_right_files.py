@@ -445,3 +445,15 @@ def test_notes_on_defaults_do_not_push_findings_off_the_screen(tmp_path: Path) -
         assert {"throughput-timer", "clipping-default"} <= {one.rule for one in report.findings}
         assert ("[throughput-timer]" in report.text()) is shown
         assert ("not shown: notes on defaults of DeepSpeed (" in report.text()) is not shown
+
+
+def test_arguments_of_the_trainer_in_another_file_read_no_file_for_deepspeed(tmp_path: Path) -> None:
+    reads = "from transformers import TrainingArguments\nargs = TrainingArguments('o')\n"
+    own = "import deepspeed\nengine, *_ = deepspeed.initialize(model=model, config=config)\n"
+    for name, text in {"arguments.py": reads, "train.py": own}.items():
+        (tmp_path / name).write_text(text)
+    documents, _ = load([tmp_path / "train.py", tmp_path / "arguments.py"])
+    assert Setup(documents=documents).reader == "deepspeed"
+    (tmp_path / "train.py").write_text(own + "from transformers import Trainer\nTrainer(model).train()\n")
+    documents, _ = load([tmp_path / "train.py", tmp_path / "arguments.py"])
+    assert Setup(documents=documents).reader == "trainer"
