@@ -155,7 +155,7 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit((asked[0],), what, "val_set_size: 0.05, or remove it")
     elif unsplit and document.get("evals_per_epoch"):
         what = "with `val_set_size: 0` there are no rows to evaluate: it has no effect"
-        yield Hit(("evals_per_epoch",), what, "val_set_size: 0.05, or remove it", severity="warning")
+        yield Hit(("evals_per_epoch",), what, "val_set_size: 0.05, or remove it", severity="note")
     rows = document.get("datasets")
     for at, one in enumerate(rows if isinstance(rows, list) else ()):
         if isinstance(one, Mapping) and str(one.get("type")).startswith("sharegpt"):

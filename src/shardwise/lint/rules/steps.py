@@ -48,8 +48,9 @@ def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
         for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
             yield _Run(call, tests)
         own = (spelled_out(one.test, known),) if isinstance(one, ast.If) else ()
+        other = tuple(ast.UnaryOp(ast.Not(), test) for test in own)
         for at, part in enumerate(inner):
-            taken = own if at < len(blocks[0]) else ()
+            taken = own if at < len(blocks[0]) else other
             for run in _runs([part], known):
                 yield run._replace(tests=(*tests, *taken, *run.tests))
         left = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue | ast.Return)
