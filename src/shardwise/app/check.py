@@ -71,9 +71,11 @@ class Report:
         shown = [one for one in found if one not in of_defaults]
         blocks += [block(one) for one in shown if one.severity == "error" or not errors_only]
         parts = [part for part in (self.fit, self.tiny) if part is not None]
-        last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
+        last = ["\n".join(part.lines()) for part in parts]
         rules = ", ".join(dict.fromkeys(one.rule for one in of_defaults))
-        last += [f"not shown: notes on defaults of DeepSpeed ({rules}), which --json has"] * bool(rules)
+        hidden = rules and not errors_only
+        last += [f"not shown: {rules}, which nearly every file has; --json has them"] * bool(hidden)
+        last += [counted(self.findings)]
         last += [f"not judged: {one}" for one in unreached(self.checked.setup)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]
