@@ -83,7 +83,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     elif name.endswith(".py") or is_python(text):
         return _script(text, name)
     elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
-        return read_shell(text, name, plain=True)
+        return read_shell(text, name, plain=True, starts=other is None)
     elif name.endswith((".toml", ".md", ".txt")):
         raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:

@@ -98,14 +98,10 @@ class Setup:
         if self.asked_reader is not None:
             return self.asked_reader
         scripts = [document for document in self.of("training") if document.syntax == "python"]
-        called = [
-            one for one in map(of_script, scripts) if one
-        ]  # what a script calls counts more than its flags
+        called = [one for one in map(of_script, scripts) if one]  # counts more than flags
         itself = _gives_file_itself(self.of("training"))
         if itself or ("deepspeed" in called and not any(map(_trainers, scripts))):
-            called = [
-                reader for reader in called if reader != "trainer"
-            ]  # it has the Trainer's arguments only
+            called = [one for one in called if one != "trainer"]  # it has the Trainer's arguments only
         flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
         found = called or [reader for reader in flags if reader]
         kinds = [str(one.get("distributed_type")).upper() for one in self.of("accelerate")]
@@ -195,9 +191,8 @@ def _trainers(document: Document) -> list[str]:
 
 def _gives_file_itself(documents: tuple[Document, ...]) -> bool:
     """Whether a command gives the JSON by `--deepspeed_config`, a flag that no TrainingArguments has."""
-    flags = [
-        one for one in documents if "deepspeed_config" in one.flags and one.get("deepspeed") in (None, True)
-    ]
+    given = [one for one in documents if "deepspeed_config" in one.flags]
+    flags = [one for one in given if one.get("deepspeed") in (None, True)]
     uses = {name.rpartition(".")[2] for one in documents for name in one.uses}
     return bool(flags) and not uses & {"TrainingArguments(deepspeed)", "TrainingArguments(**)"}
 

@@ -55,23 +55,21 @@ def is_command(text: str) -> bool:
     return _COMMAND.search(text) is not None
 
 
-def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
+def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = False) -> Document:
     """Read the flags of the first launch command, both the launcher's and the script's.
 
-    `plain`: also those of a command without a launcher, such as `python train.py`.
+    `plain`: also those of a command without a launcher, such as `python train.py`. `starts`: without a
+    command, the scripts that it starts.
     """
     found = _command(text, _COMMAND) or (_command(text, _PLAIN) if plain else None)
-    others = _OTHER.findall(text.replace("\\\n", " ")) if plain and found is None else []
+    others = _OTHER.findall(text.replace("\\\n", " ")) if starts and found is None else []
     if others:
-        at = line_at(text, text.index(others[0]))
-        read = Document(
-            name=name, text=text, syntax="shell", values={STARTS: others}, marks={(STARTS,): Mark(line=at)}
-        )
+        at, held = Mark(line=line_at(text, text.index(others[0]))), {STARTS: others}
+        read = Document(name=name, text=text, syntax="shell", values=held, marks={(STARTS,): at})
         return replace(read, kind="training")
     if found is None:
-        raise UnreadableError(
-            NO_COMMAND, line=1, fix="name the file with the command that starts the training"
-        )
+        fix = "name the file with the command that starts the training"
+        raise UnreadableError(NO_COMMAND, line=1, fix=fix)
     first, rows, word, known, quoted, final = found
     # the shell joins the next row where the last character is a backslash outside a comment
     ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and uncommented(row) == row))

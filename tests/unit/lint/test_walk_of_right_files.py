@@ -10,8 +10,10 @@ import pytest
 
 from shardwise.app.check import check as check_files
 from shardwise.lint.check import check, headings, load, unreached
+from shardwise.lint.document import UnreadableError
 from shardwise.lint.finding import Finding
 from shardwise.lint.model import facts_of
+from shardwise.lint.read import read
 from shardwise.lint.setup import Setup
 
 
@@ -457,3 +459,10 @@ def test_arguments_of_the_trainer_in_another_file_read_no_file_for_deepspeed(tmp
     (tmp_path / "train.py").write_text(own + "from transformers import Trainer\nTrainer(model).train()\n")
     documents, _ = load([tmp_path / "train.py", tmp_path / "arguments.py"])
     assert Setup(documents=documents).reader == "trainer"
+
+
+def test_a_job_is_made_of_no_script_that_only_starts_others(tmp_path: Path) -> None:
+    run = tmp_path / "job.sh"
+    run.write_text("export A=1\nsbatch --nodes=2 elsewhere.sh\n")
+    with pytest.raises(UnreadableError, match="it has no deepspeed"):
+        read(run.read_text(), str(run), other="training")

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def _older(document: Document, setup: Setup) -> bool:
         installed = ""
     files = [Path(document.name).absolute().parent / name for name in names("requirements")]
     texts = [document.text, *(one.text for one in setup.documents if one.syntax == "shell")]
-    texts += [read_bounded(one, 100_000).decode(errors="replace") for one in files if is_file(one)]
+    for one in filter(is_file, files):
+        with suppress(OSError):
+            texts.append(read_bounded(one, 100_000).decode(errors="replace"))
     return installed.startswith(("3.", "4.")) or any(map(_PINS.search, texts))
 
 
@@ -55,9 +58,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
                 renamed = [old for old in found if now[old].isidentifier()]
                 written = {one.arg: one.lineno for one in call.keywords}
-                sure = [one for one in found if one in written] or [
-                    one for one in found if given[one,][1] != UNKNOWN
-                ]
+                sure = [one for one in found if one in written or given[one,][1] != UNKNOWN]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
                 first, fix = (sure or found)[0], f"{fix}; or an earlier version"
                 severity: Severity | None = None if sure and not _older(document, setup) else "warning"
