@@ -29,6 +29,9 @@ from shardwise.planner.planning import Making, make_plan
 TINY_SECONDS = 120.0  # of silence: importing torch and DeepSpeed on a busy machine takes a good part of it
 
 
+_OF_DEFAULTS = ("throughput-timer", "clipping-default")  # which nearly every file has: others come first
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Findings, what was fixed, and whether the configuration fits."""
@@ -63,9 +66,16 @@ class Report:
             for one in self.fixed
         ]
         found = sorted(self.findings, key=lambda one: SEVERITIES.index(one.severity))
-        blocks += [block(one) for one in found if one.severity == "error" or not errors_only]
+        serious = any(one.severity != "note" for one in found)
+        of_defaults = [one for one in found if one.rule in _OF_DEFAULTS and serious]
+        shown = [one for one in found if one not in of_defaults]
+        blocks += [block(one) for one in shown if one.severity == "error" or not errors_only]
         parts = [part for part in (self.fit, self.tiny) if part is not None]
-        last = [*("\n".join(part.lines()) for part in parts), counted(self.findings)]
+        last = ["\n".join(part.lines()) for part in parts]
+        rules = ", ".join(dict.fromkeys(one.rule for one in of_defaults))
+        hidden = rules and not errors_only
+        last += [f"not shown: {rules}, which nearly every file has; --json has them"] * bool(hidden)
+        last += [counted(self.findings)]
         last += [f"not judged: {one}" for one in unreached(self.checked.setup)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]

@@ -17,17 +17,19 @@ from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import LOADS_YAML, UNKNOWN, found, read, referred, text_of
+from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
+from shardwise.lint.shell_text import NO_COMMAND, STARTS
 from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
 _IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
+_READS_YAML = re.compile(rf"{LOADS_YAML.pattern}|yaml\.\w+_load\(|OmegaConf\.load\(|hydra\.main")
 _YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _DONE = "do what it says, and delete this comment"
@@ -69,10 +71,11 @@ def load(
             )
             continue
         except UnreadableError as error:
-            if error.what != UNKNOWN or file.suffix not in (".yaml", ".yml") or not _read_yaml(files):
+            own = error.what in (UNKNOWN, DEEPSPEED_YAML) and file.suffix in (".yaml", ".yml")
+            if not own or not _read_yaml(files):
                 broken.append(unreadable(str(file), error))
                 continue
-            document = read(text, str(file), other="training")  # what a script reads by itself
+            document = read(text, str(file), other="training")  # a script reads it by itself
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:
@@ -85,16 +88,17 @@ def _read_yaml(files: Sequence[Path]) -> bool:
     """Whether one of the files is a script that loads YAML by itself."""
     for one in (one for one in files if one.suffix == ".py"):
         with suppress(UnreadableError):
-            if LOADS_YAML.search(text_of(one, "shardwise check")):
+            if _READS_YAML.search(text_of(one, "shardwise check")):
                 return True
     return False
 
 
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
-    severity: Severity = "note" if error.what == UNKNOWN and not name.endswith(".json") else "error"
+    harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
+    severity: Severity = "note" if harmless else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
-    return replace(found, line=error.line)
+    return replace(found, line=error.line, cell=error.cell)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
@@ -314,9 +318,10 @@ def headings(checked: Checked) -> dict[str, str]:
     reader = f", read by {READER_NAMES[setup.reader]}" if setup.reader else ""
     kinds, said = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}, dict[str, str]()
     for document in setup.documents:  # a script, and then what it writes
+        kind = "launch command" if document.syntax == "shell" else kinds[document.kind]
         before = said.get(document.name)
         said[document.name] = f"{before}, with a" if before else f"{document.name}:"
-        said[document.name] += f" {kinds[document.kind]}"
+        said[document.name] += f" {kind}"
     return said
 
 
@@ -333,8 +338,12 @@ def unreached(setup: Setup) -> list[str]:
         for line, open_ in not_followed(run):
             file, at = run.place(line)
             are = f"{', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not followed"
-            said.append(f"the loop at {file}:{at} ({are}): zero_grad, sampler, loss division")
+            where = f"{file}:{run.at(line) if run.cells else at}"
+            said.append(f"the loop at {where} ({are}): zero_grad, sampler, loss division")
     for one in (one for one in setup.of("training") if one.syntax == "shell"):
+        away = [name for name in one.get(STARTS) or () if Path(name).name not in map(os.path.basename, named)]
+        if away:
+            said.append(f"what {one.name} starts: {', '.join(away)} is not here; name that file, too")
         away = [
             name for name in _YAML.findall(one.text) if Path(name).name not in map(os.path.basename, named)
         ]

@@ -1,7 +1,7 @@
 """A file after reading: its values, and the place of each in the text."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ class UnreadableError(Exception):
     def __init__(self, what: str, *, line: int, fix: str) -> None:
         super().__init__(what)
         self.what, self.line, self.fix = what, line, fix
+        self.cell = 0  # of a notebook, in which the line then counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +92,22 @@ class Document:
         return self.lines[line] if self.lines else (self.name, line)
 
     def at(self, line: int) -> str:
-        """The same in words; without the file's name where it is this file."""
+        """The same in words, with the cell of a notebook; without the file's name where it is this file."""
         file, at = self.place(line)
-        return f"{at}" if file == self.name else f"{at} of {file}"
+        cell, row = place_in_cells(self.cells, at)
+        return f"{at} of {file}" if file != self.name else f"{row} of cell {cell}" if cell else f"{at}"
 
     def line(self, key: Key) -> int:
         """The line of the key, or of the nearest section above it in the text; else the first."""
         near = nearest(key, self.marks)
         return self.marks[near].line if near else self.first
+
+
+def place_in_cells(starts: Sequence[int], line: int) -> tuple[int, int]:
+    """The cell that has a line of a notebook's code, and its line there; 0 and the line without cells."""
+    begun = [(cell, start) for cell, start in enumerate(starts, 1) if 0 < start <= line]
+    cell, start = begun[-1] if begun else (0, 1)
+    return cell, line - start + 1
 
 
 def line_at(text: str, position: int) -> int:

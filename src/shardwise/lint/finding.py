@@ -9,7 +9,7 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Kind
+from shardwise.lint.document import Document, Kind, place_in_cells
 from shardwise.lint.edit import Change, Put, Rename, yaml_scalar
 from shardwise.lint.setup import Setup
 
@@ -116,14 +116,13 @@ def finding(broken: Rule, document: Document, hit: Hit) -> Finding:
         fix = fix.replace(": true", ": True").replace(": false", ": False")
     file, line = document.place(hit.line) if hit.line else (document.name, document.line(hit.key))
     file, line = document.set_at.get(hit.key, (file, line))
-    cells = enumerate(document.cells if file == document.name else (), 1)
-    cell, start = max(((n, at) for n, at in cells if 0 < at <= line), default=(0, 1))
+    cell, line = place_in_cells(document.cells if file == document.name else (), line)
     changes = hit.changes if document.syntax in ("json", "yaml") or _in_place(hit.changes) else ()
     return Finding(
         rule=broken.name,
         severity=hit.severity or broken.severity,
         file=file,
-        line=line - start + 1,
+        line=line,
         cell=cell,
         key="" if own else ".".join(hit.key),
         named=named,

@@ -17,6 +17,8 @@ from shardwise.lint.setup import ModelFacts
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES
 
+_ELSEWHERE = dict.fromkeys(("glm", "phi"), ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"))
+"""Modules of versions whose code is not in transformers: GLM-4-9B-Chat, Phi-3-small."""
 _PART = re.compile("_(text|vision)(_model)?$")  # of a part's type, whose classes are in its model's file
 
 
@@ -55,14 +57,20 @@ def _config(name: str) -> Mapping[str, Any]:
     return config
 
 
-def guessed_type(name: str) -> str | None:
-    """The longest type of transformers' that a model's id begins with: `t5` of `google-t5/t5-small`."""
+def guessed_types(name: str) -> tuple[str, ...]:
+    """The types of transformers' that a model's id begins with: `t5` of `google-t5/t5-small`.
+
+    Several where the id goes on with a number: `phi` and `phi3` of `Phi-4-mini`. The longest is the first.
+    """
     package = find_spec("transformers")
     folders = [Path(place) / "models" for place in (package and package.submodule_search_locations) or ()]
     word = name.rstrip("/").rpartition("/")[2].lower().replace("-", "_")
-    kinds = [file.name for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    kinds = sorted(file.name for folder in folders if folder.is_dir() for file in folder.iterdir())
     fitting = [kind for kind in kinds if re.match(rf"{re.escape(kind)}(?![a-z])", word)]
-    return max(fitting, key=len, default=None)
+    best = max(fitting, key=len, default="")
+    versions = re.compile(rf"{re.escape(best)}_?\d")
+    others = [kind for kind in kinds if versions.match(kind)] if best and versions.match(word) else []
+    return (best, *others) if best else ()
 
 
 @dataclass(frozen=True)
@@ -97,12 +105,19 @@ def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
 
 def blocks_for(model: ModelFacts) -> tuple[Blocks | None, str | None]:
     """The blocks of a model; and its type, where only its id suggests that."""
-    known, guess = blocks_of(model.model_types), None
-    if known is None and not model.model_type:
-        guess = guessed_type(model.name)
-        known = blocks_of((guess,)) if guess else None
-        known = None if known and "AutoModel" in known.classes else known  # its blocks are another model's
-    return known, guess
+    known = blocks_of(model.model_types)
+    if known or model.model_type:
+        return known, None
+    types = guessed_types(model.name)
+    found = [one for kind in types if (one := blocks_of((kind,))) and "AutoModel" not in one.classes]
+    if not found:
+        return None, None
+    made = Blocks(
+        blocks=tuple(dict.fromkeys(name for one in found for name in one.blocks)),
+        classes=frozenset().union(*(one.classes for one in found)),
+        parts=frozenset(_ELSEWHERE.get(types[0], ())).union(*(one.parts for one in found)),
+    )
+    return made, types[0]
 
 
 def _file(model_type: str) -> Path | None:

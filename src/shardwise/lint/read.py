@@ -11,17 +11,26 @@ from shardwise.errors import JobError
 from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Kind, UnreadableError
+from shardwise.lint.document import Document, Kind, UnreadableError, place_in_cells
 from shardwise.lint.schema import closest, deepspeed_schema, names
-from shardwise.lint.script_text import is_python, read_python
-from shardwise.lint.shell_text import is_command, read_shell
+from shardwise.lint.script_text import is_python, parses, read_python
+from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
-_MAGIC = re.compile(r"^([ \t]*)[%!].*", re.MULTILINE)  # a line for IPython or the shell
+# what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
+_SHELL_WORDS = (
+    "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
+)
+_MAGIC = re.compile(
+    rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
+    r"(?:.*\\\n)*.*",
+    re.MULTILINE,
+)
+_PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -29,6 +38,7 @@ _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
+DEEPSPEED_YAML = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
 _DEEPSPEED = {"zero_optimization", "gradient_clipping", "train_micro_batch_size_per_gpu", "steps_per_print"}
 _SECTIONS = {"fp16": "enabled", "bf16": "enabled", "optimizer": "params", "scheduler": "params"}
 UNKNOWN = "check does not know this kind of file"
@@ -75,7 +85,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     elif name.endswith(".py") or is_python(text):
         return _script(text, name)
     elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
-        return read_shell(text, name, plain=True)
+        return read_shell(text, name, plain=True, starts=other is None)
     elif name.endswith((".toml", ".md", ".txt")):
         raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:
@@ -85,8 +95,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         if both and _TRAINING & document.values.keys():
             kind = other or "training"
         elif kind == "deepspeed" and other is None:
-            what = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
-            raise UnreadableError(what, line=1, fix="write it as JSON")
+            fix = "write it as JSON; or name the script that reads it and gives DeepSpeed a dict, too"
+            raise UnreadableError(DEEPSPEED_YAML, line=1, fix=fix)
     parts = (part in document.section(key) for key, part in _SECTIONS.items())
     if other and kind == "deepspeed" and not (_DEEPSPEED & document.values.keys() or any(parts)):
         kind = other  # settings of the user's own: `optimizer: adamw`
@@ -102,9 +112,18 @@ def _script(text: str, name: str) -> Document:
     try:
         return read_python(text, name)
     except UnreadableError:
-        if (code := _MAGIC.sub(r"\1pass", text)) == text:
+        if (code := _without_magic(text)) == text:
             raise
         return read_python(code, name)
+
+
+def _without_magic(text: str) -> str:
+    """The text with a statement that does nothing, on as many lines, for each that only IPython reads."""
+
+    def nothing(found: re.Match[str]) -> str:
+        return f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}" + "\n" * found[0].count("\n")
+
+    return _MAGIC.sub(nothing, text)
 
 
 def _notebook(text: str, name: str) -> Document:
@@ -114,13 +133,18 @@ def _notebook(text: str, name: str) -> Document:
         code = ["".join(one["source"]) if one["cell_type"] == "code" else None for one in cells]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UnreadableError("it is no notebook", line=1, fix=f"name {WHAT}") from None
-    lines, starts = list[str](), list[int]()
-    for one in code:
-        starts.append(0 if one is None else len(lines) + 1)
-        rows = (one or "").split("\n") if one is not None else []
-        magic = bool(rows) and rows[0].startswith("%%")
-        lines += ["" if magic else _MAGIC.sub(r"\1pass", row) for row in rows]
-    return replace(read_python("\n".join(lines), name), cells=tuple(starts))
+    parts, starts = list[str](), list[int]()
+    for cell in code:
+        starts.append(0 if cell is None else 1 + sum(part.count("\n") + 1 for part in parts))
+        if cell is not None:
+            text = _PYTHON_BELOW.sub("", cell, count=1)
+            text = "\n" * text.count("\n") if text.startswith("%%") else text
+            parts.append(text if parses(text) else _without_magic(text))
+    try:
+        return replace(read_python("\n".join(parts), name), cells=tuple(starts))
+    except UnreadableError as error:
+        error.cell, error.line = place_in_cells(starts, error.line)
+        raise
 
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
@@ -147,9 +171,8 @@ def referred(document: Document) -> list[str]:
     }
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
-    if document.syntax == "shell" and document.has("script"):
-        named.append(document.get("script"))
     if document.syntax == "shell":
+        named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         both |= (
             {"config"} if str(document.get("config")).endswith((".yaml", ".yml")) else set()

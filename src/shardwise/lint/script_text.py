@@ -15,11 +15,16 @@ UNDEFINED = "names.undefined"  # the key for the names that the script uses and 
 
 def is_python(text: str) -> bool:
     """Whether it is a Python program. YAML can parse as Python by chance, but has no imports."""
+    return parses(text) and any(isinstance(one, ast.Import | ast.ImportFrom) for one in ast.parse(text).body)
+
+
+def parses(text: str) -> bool:
+    """Whether it has Python's syntax."""
     try:
-        body = ast.parse(text).body
+        ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return any(isinstance(node, ast.Import | ast.ImportFrom) for node in body)
+    return True
 
 
 def read_python(text: str, file: str) -> Document:
@@ -28,7 +33,7 @@ def read_python(text: str, file: str) -> Document:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        what = f"it is not Python: {str(error) or 'nested too deeply'}"
+        what = f"it is not Python: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
         raise UnreadableError(what, line=line, fix="correct the syntax") from None
     said = Settings(text)
     if undefined := said.known.undefined():
@@ -37,20 +42,23 @@ def read_python(text: str, file: str) -> Document:
         if isinstance(node, ast.ClassDef) and not any(ast.unparse(b).endswith("Trainer") for b in node.bases):
             said.uses.discard(node.name)
         if isinstance(node, ast.ImportFrom):
-            bare = [alias.name for alias in node.names if _has_no_base(alias.name, node, file)]
-            said.uses -= {f"{node.module}.{name}" for name in bare}  # as `name_as_imported` calls them
+            for name in (alias.name for alias in node.names if f"{node.module}.{alias.name}" in said.uses):
+                if (bases := _bases(name, node, file)) is not None:  # `name_as_imported` calls it so
+                    said.uses -= {f"{node.module}.{name}"}
+                    said.uses |= {name} if bases else set()
     inner = tuple(replace(one, name=file, text=text) for one in said.configurations)
     found = Document(name=file, text=text, syntax="python", values=said.values, marks=said.marks)
     return replace(found, kind="training", uses=frozenset(said.uses), inner=inner)
 
 
-def _has_no_base(name: str, imported: ast.ImportFrom, file: str) -> bool:
-    """Whether it is a class of a module next to the script, and derived of none of a library."""
+def _bases(name: str, imported: ast.ImportFrom, file: str) -> str | None:
+    """What a Trainer of a module next to the script is derived of; None of other names and modules."""
     if not name.endswith("Trainer") or not imported.module:
-        return False
+        return None
     path = Path(file).parent / f"{imported.module.replace('.', '/')}.py"
     try:
         text = read_bounded(path, _LARGEST_MODULE).decode(errors="replace")
     except (OSError, ValueError):
-        return False
-    return re.search(rf"^class {name}\s*(\(\s*\))?\s*:", text, re.MULTILINE) is not None
+        return None
+    found = re.search(rf"^class {name}\s*(?:\(([^()]*)\))?\s*:", text, re.MULTILINE)
+    return (found[1] or "").strip() if found else None

@@ -22,7 +22,7 @@ DEEPEST = 60  # expressions within one another
 MOST_BOUND = 50  # values of one name; of more, none is known
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
-_NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display")  # that nothing defines
+_NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
 _REPLACE = ("dataclasses.replace", "replace")
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 

@@ -18,6 +18,7 @@ READER_NAMES["deepspeed"] = "DeepSpeed itself"
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
+_LIBRARIES = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "optimum")
 _LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
@@ -96,12 +97,16 @@ class Setup:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
             return self.asked_reader
-        scripts = [of_script(document) for document in self.of("training") if document.syntax == "python"]
-        called = [reader for reader in scripts if reader]  # what a script calls counts more than its flags
+        scripts = [document for document in self.of("training") if document.syntax == "python"]
+        called = [one for one in map(of_script, scripts) if one]  # counts more than flags
+        itself = _gives_file_itself(self.of("training"))
+        if itself or ("deepspeed" in called and not any(map(_trainers, scripts))):
+            called = [one for one in called if one != "trainer"]  # it has the Trainer's arguments only
         flags = [_of_flags(document, seen=bool(scripts)) for document in self.of("training")]
         found = called or [reader for reader in flags if reader]
         kinds = [str(one.get("distributed_type")).upper() for one in self.of("accelerate")]
-        if scripts and not called and kinds and "DEEPSPEED" not in kinds and self.of("deepspeed"):
+        elsewhere = itself or (kinds and "DEEPSPEED" not in kinds)
+        if scripts and not called and elsewhere and self.of("deepspeed"):
             return None  # the script reads the JSON by itself
         if kinds and not {"trainer", "deepspeed"} & {*found}:
             return "accelerate"
@@ -171,9 +176,25 @@ def of_script(document: Document) -> Reader | None:
         return "deepspeed"
     if _LIGHTNING.search(document.text):
         return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
-    if any(name.endswith("Trainer") for name in last) or "TrainingArguments" in last:
+    if _trainers(document) or "TrainingArguments" in last:
+        return "trainer"
+    if "HfArgumentParser" in last and any(name.endswith("Trainer") for name in last):  # of another module
         return "trainer"
     return "accelerate" if "Accelerator" in last else None
+
+
+def _trainers(document: Document) -> list[str]:
+    """The Trainers that a script calls: of libraries, and its own that are derived of them."""
+    named = [name.partition(".") for name in document.uses if name.endswith("Trainer")]
+    return [last or first for first, _, last in named if not last or first in _LIBRARIES]
+
+
+def _gives_file_itself(documents: tuple[Document, ...]) -> bool:
+    """Whether a command gives the JSON by `--deepspeed_config`, a flag that no TrainingArguments has."""
+    given = [one for one in documents if "deepspeed_config" in one.flags]
+    flags = [one for one in given if one.get("deepspeed") in (None, True)]
+    uses = {name.rpartition(".")[2] for one in documents for name in one.uses}
+    return bool(flags) and not uses & {"TrainingArguments(deepspeed)", "TrainingArguments(**)"}
 
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:

@@ -37,12 +37,18 @@ _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  #
 _TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
 _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
+_PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
+_OTHER = re.compile(  # a script that another one starts
+    r"(?m)^(?!\s*(?:#|echo|chmod|cp|mv|rm|cat|wget|curl|source|\.\s))[^\n#]*?([\w./${}-]+\.(?:sh|slurm|sbatch))\b"
+)
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
+NO_COMMAND = "it has no deepspeed, torchrun or accelerate command"
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
 LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
 MORE = "launcher.more"  # the key for another command below, which is not read
+STARTS = "launcher.starts"  # the key for scripts that a script without a command of its own starts
 OPEN = "launcher.open"  # the key that says that the command has words which only the shell knows
 
 
@@ -51,15 +57,21 @@ def is_command(text: str) -> bool:
     return _COMMAND.search(text) is not None
 
 
-def read_shell(text: str, name: str, *, plain: bool = False) -> Document:
+def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = False) -> Document:
     """Read the flags of the first launch command, both the launcher's and the script's.
 
-    `plain`: also those of a command without a launcher, such as `python train.py`.
+    `plain`: also those of a command without a launcher, such as `python train.py`. `starts`: without a
+    command, the scripts that it starts.
     """
     found = _command(text, _COMMAND) or (_command(text, _PLAIN) if plain else None)
+    others = _OTHER.findall(text.replace("\\\n", " ")) if starts and found is None else []
+    if others:
+        at, held = Mark(line=line_at(text, text.index(others[0]))), {STARTS: others}
+        read = Document(name=name, text=text, syntax="shell", values=held, marks={(STARTS,): at})
+        return replace(read, kind="training")
     if found is None:
-        what = "it has no deepspeed, torchrun or accelerate command"
-        raise UnreadableError(what, line=1, fix="name the file with the command that starts the training")
+        fix = "name the file with the command that starts the training"
+        raise UnreadableError(NO_COMMAND, line=1, fix=fix)
     first, rows, word, known, quoted, final = found
     # the shell joins the next row where the last character is a backslash outside a comment
     ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and uncommented(row) == row))
@@ -104,7 +116,7 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):
             continue
-        statement = known.expanded(command.text)
+        statement = _PYTHON.sub("python", known.expanded(command.text))
         if not _STARTS.search(statement):
             continue
         evaluates = _EVALUATES.match(statement)

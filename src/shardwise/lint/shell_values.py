@@ -116,6 +116,11 @@ class Variables:
             values = ((one, self._value(one[4])) for one in given)
             for one, value in list(values) if declares else values:  # `export` reads all words first
                 name, index, more, _ = one.groups()
+                before = self._known.get(name)
+                script = [at for at, word in enumerate(before or [], 1) if word.endswith(".py")]
+                if more and not sure and isinstance(before, list) and script:  # a branch may add flags
+                    self._set(name, [*before[: script[0]], f"${name}"], True)
+                    continue
                 self._set(name, None if index else self._joined(name, value) if more else value, sure)
             self._known |= dict.fromkeys(_within(text))
         else:

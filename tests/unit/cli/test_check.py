@@ -59,7 +59,7 @@ def test_an_error_ends_with_2_and_is_one_block(capsys: pytest.CaptureFixture[str
     assert out[4] == "  fix: did you mean `zero_optimization`?"
     assert out[5].startswith("  see: deepspeed/runtime/config.py")
     assert out[6] == ""
-    assert out[7].startswith("note: ")
+    assert out[7].startswith("not shown: throughput-timer, ")
     assert out[-1] == "1 error, 1 note"
 
 

@@ -308,7 +308,7 @@ def test_a_removed_argument_is_found_where_it_is_given() -> None:
         "from trl import SFTTrainer\nm = F.from_pretrained('x', max_seq_length=2)\nSFTTrainer(m,\n  {},\n)\n"
     )
     given = "max_seq_length=2"
-    assert lines("argument-was-removed", script.format(given)) == [("warning", given + ",")]
+    assert lines("argument-was-removed", script.format(given)) == [("error", given + ",")]
 
 
 def test_two_keys_for_one_argument_are_one_finding() -> None:
@@ -335,7 +335,7 @@ def test_of_two_ways_the_user_takes_one() -> None:
         ({"conf.yaml": "defaults: [a]\nname: x\n"}, ["error"]),
         ({"train.py": TRAINER, "x.json": '{"a": 1}'}, ["error"]),  # a DeepSpeed file of other keys
         ({"train.py": TRAINER, "conf.yaml": "a: [\n"}, ["error"]),
-        ({"train.py": TRAINER, "run.sh": "echo hello\n"}, ["error"]),
+        ({"train.py": TRAINER, "run.sh": "echo hello\n"}, ["note"]),
     ],
 )
 def test_other_files_beside_a_script(tmp_path: Path, files: dict[str, str], severities: list[str]) -> None:

@@ -113,7 +113,7 @@ def test_targets_are_modules_of_the_named_model(model: str, targets: str, wrong:
     text = (
         LORA.format(model) + f"def make(targets={targets}):\n    LoraConfig(target_modules=targets)\nmake()\n"
     )
-    errors = found("lora-targets-of-another-family", text)
+    errors = found("lora-targets", text)
     assert [(one.severity, one.line) for one in errors] == [("error", 4)] * wrong
 
 
@@ -121,12 +121,11 @@ def test_targets_in_a_file_of_arguments_are_judged_once() -> None:
     document = read(FACTORY.format("bigscience/bloom-7b1") + "lora_target: q_proj,v_proj\n", "file")
     for model in (None, facts_of("bigscience/bloom-7b1")):
         found = check(Setup(documents=(document,), model=model)).findings
-        rule = "lora-targets" if model else "lora-targets-of-another-family"
-        assert [one.rule for one in found if one.severity == "error"] == [rule]
+        assert [one.rule for one in found if one.severity == "error"] == ["lora-targets"]
 
 
 def test_a_mapping_of_itself_ends_nothing() -> None:
-    assert not found("lora-targets-of-another-family", LORA.format("gpt2") + "made = {**made}\nmade.run()\n")
+    assert not found("lora-targets", LORA.format("gpt2") + "made = {**made}\nmade.run()\n")
 
 
 @pytest.mark.parametrize(

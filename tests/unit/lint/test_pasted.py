@@ -50,7 +50,7 @@ PASTED: tuple[tuple[str, list[str], int | None, list[tuple[str, str, int, str]]]
         None,
         [
             ("error", "device-map-and-processes", 7, "device_map"),
-            ("error", "loading-argument-was-removed", 6, "load_in_8bit"),
+            ("error", "argument-was-removed", 6, "load_in_8bit"),
             ("error", "offload-param-needs-stage-3", 9, "zero_optimization.offload_param"),
         ],
     ),

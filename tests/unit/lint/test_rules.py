@@ -130,6 +130,22 @@ from mine import build
 local_rank = int(os.environ["LOCAL_RANK"])
 model = DistributedDataParallel(build().to(local_rank), device_ids=[{}])
 """
+CLEARS = """import torch
+o = torch.optim.AdamW(m.parameters())
+for x in rows:
+    m(x).backward()
+    o.{}()
+    o.{}()
+"""
+LOADS_AGAIN = """import torch
+opt = torch.optim.AdamW(m.parameters())
+c = torch.load('c.pt')
+m.load_state_dict(c['m'])
+{}
+for epoch in range(c['epoch'], 3):
+    m(x).backward()
+    torch.save({{'m': m.state_dict(), 'o': opt.state_dict(), 'epoch': epoch}}, 'c.pt')
+"""
 EVALUATES = """from mine import model, data, held_out, optimizer
 def evaluate():
     model.eval()
@@ -547,16 +563,6 @@ CASES = (
         also=(JSON,),
     ),
     Case(
-        "loading-argument-was-removed",
-        LOAD.format("load_in_8bit=True"),
-        LOAD.format("quantization_config=BitsAndBytesConfig(load_in_8bit=True)"),
-    ),
-    Case(
-        "argument-was-removed",
-        TRAINER + "SFTTrainer(model=0, tokenizer=1)\n",
-        TRAINER + "SFTTrainer(model=0, processing_class=1)\n",
-    ),
-    Case(
         "quantised-under-zero",
         TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
         LOAD.format("dtype='auto'"),
@@ -597,12 +603,6 @@ CASES = (
         also=('{"zero_optimization": {"stage": 2}, "scheduler": {"type": "WarmupLR"}}',),
     ),
     Case(
-        "lora-targets",
-        "from peft import LoraConfig\nLoraConfig(target_modules=['c_attn'])\n",
-        "from peft import LoraConfig\nLoraConfig(target_modules=['q_proj'])\n",
-        {"model": LLAMA},
-    ),
-    Case(
         "not-read",
         TRAINER + "TrainingArguments(**read())\n",
         TRAINER + "TrainingArguments(**{'bf16': True})\n",
@@ -615,7 +615,7 @@ CASES = (
     Case(
         "misspelt-argument",
         TRAINER + "TrainingArguments('out', learning_rat=1e-4)\n",
-        TRAINER + "TrainingArguments('out', learning_rate=1e-4, dispatch_batches=True, **more)\n",
+        TRAINER + "TrainingArguments('out', learning_rate=1e-4, _n_gpu=1, **more)\n",
     ),
     Case(
         "argument-is-text",
@@ -633,12 +633,6 @@ CASES = (
         POSITIONS.format("2048"),
         POSITIONS.format("1024"),
     ),
-    Case(
-        "flag-was-removed",
-        "torchrun file1.py --evaluation_strategy steps",
-        "torchrun file1.py --eval_strategy steps",
-        also=(f"{TRAINER}# argparse\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n",),
-    ),
     Case("unknown-tool", "from torchtune import x\n", KEYS),
     Case(
         "named-file-is-missing",
@@ -646,14 +640,27 @@ CASES = (
         "accelerate launch --config_file $here/none.yaml docs/check_page.py",
     ),
     Case(
+        "argument-was-removed",
+        TRAINER + "SFTTrainer(model=0, tokenizer=1)\n",
+        TRAINER + "SFTTrainer(model=0, processing_class=1)\n",
+    ),
+    Case(
+        "flag-was-removed",
+        "torchrun file1.py --evaluation_strategy steps",
+        "torchrun file1.py --eval_strategy steps",
+        also=(f"{TRAINER}# argparse\nHfArgumentParser(TrainingArguments).parse_args_into_dataclasses()\n",),
+    ),
+    Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
+    Case(
         "fsdp-class-of-another-family",
         NEOX.format("LlamaDecoderLayer"),
         NEOX.format("GPTNeoXLayer"),
     ),
     Case(
-        "lora-targets-of-another-family",
-        TARGETS.format(["q_proj", "v_proj"]),
-        TARGETS.format(["q_proj", "query_key_value"]),
+        "lora-targets",
+        "from peft import LoraConfig\nLoraConfig(target_modules=['c_attn'])\n",
+        "from peft import LoraConfig\nLoraConfig(target_modules=['q_proj'])\n",
+        {"model": LLAMA},
     ),
     Case("template-of-another-family", FACTORY.format("llama3"), FACTORY.format("qwen")),
     Case(
@@ -665,6 +672,18 @@ CASES = (
         "collator-replaces-labels",
         ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)") + MASKS,
         ENDED.format("DataCollatorForSeq2Seq(tokenizer)") + MASKS,
+    ),
+    Case(
+        "labels-include-padding",
+        PADDED.format("t.pad_token = '#'", "x['labels'] = x['input_ids'].clone()"),
+        PADDED.format(
+            "t.pad_token = '#'", "x['labels'] = x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)"
+        ),
+    ),
+    Case(
+        "no-pad-token",
+        PADDED.format("", "x"),
+        PADDED.format("t.pad_token = t.eos_token", "x"),
     ),
     Case(
         "quantised-without-adapter",
@@ -727,7 +746,6 @@ CASES = (
         "from torch.utils.data import *\nDataLoader(rows, shuffle=True, sampler=RandomSampler(rows))\n",
         "from torch.utils.data import *\nDataLoader(rows, sampler=RandomSampler(rows))\n",
     ),
-    Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
     Case("fp16-without-scaler", HALF.format("float16"), HALF.format("bfloat16")),
     Case("one-device-for-all-ranks", RANKED.format("0"), RANKED.format("local_rank")),
     Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
@@ -797,22 +815,10 @@ CASES = (
         "import torch\nprint(torch)\n",
     ),
     Case(
-        "no-pad-token",
-        PADDED.format("", "x"),
-        PADDED.format("t.pad_token = t.eos_token", "x"),
-    ),
-    Case(
         "new-tokens-without-rows",
         PADDED.format("t.pad_token = '#'; t.add_tokens(['<|user|>'])", TRAINED),
         PADDED.format(
             "t.pad_token = '#'; t.add_tokens(['<|user|>'])", TRAINED + "m.resize_token_embeddings(len(t))"
-        ),
-    ),
-    Case(
-        "labels-include-padding",
-        PADDED.format("t.pad_token = '#'", "x['labels'] = x['input_ids'].clone()"),
-        PADDED.format(
-            "t.pad_token = '#'", "x['labels'] = x['input_ids'].masked_fill(x['attention_mask'] == 0, -100)"
         ),
     ),
     Case(
@@ -848,12 +854,18 @@ CASES = (
         ACCUMULATED.format(loss="loss", every="pass", both="schedule.step()"),
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
+    Case("gradients-are-cleared", CLEARS.format("zero_grad", "step"), CLEARS.format("step", "zero_grad")),
     Case(
         "schedule-per-micro-batch",
         ACCUMULATED.format(loss="(loss / n)", every="schedule.step()", both="pass"),
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
     Case("eval-mode-stays", EVALUATES.format("pass"), EVALUATES.format("model.train()")),
+    Case(
+        "saved-state-is-not-loaded",
+        LOADS_AGAIN.format("pass"),
+        LOADS_AGAIN.format("o.load_state_dict(c['o'])"),
+    ),
     Case(
         "no-sampler",
         OWN.format("model=m, optimizer=o") + "loader = DataLoader(rows)\n",
@@ -977,14 +989,14 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
     text += "trl.SFTTrainer(args=args, tokenizer=args, max_seq_length=9, dataset_text_field='text')\n"
     found = check(Setup(documents=(read(text, "train.py"),))).findings
     removed = [(one.line, one.fix.partition(";")[0]) for one in found if one.rule == "argument-was-removed"]
-    assert sorted(removed) == [
-        (3, "evaluation_strategy is eval_strategy"),
-        (4, "evaluation_strategy is eval_strategy, max_seq_length is max_length"),
-        (5, "tokenizer is processing_class"),
+    assert sorted((line, *" ".join(fix.split()).split(" ")) for line, fix in removed) == [
+        (3, "evaluation_strategy", "->", "eval_strategy"),
+        (4, *["max_seq_length", "->", "max_length", "evaluation_strategy", "->", "eval_strategy"]),
+        (5, "tokenizer", "->", "processing_class"),
         (
             6,
-            "tokenizer is processing_class, max_seq_length is SFTConfig.max_length, "
-            "dataset_text_field is SFTConfig.dataset_text_field",
+            *["tokenizer", "->", "processing_class", "max_seq_length", "->", "SFTConfig.max_length"],
+            *["dataset_text_field", "->", "SFTConfig.dataset_text_field"],
         ),
     ]
 

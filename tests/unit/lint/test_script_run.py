@@ -255,9 +255,9 @@ def test_a_pad_token_that_another_replaces_needs_no_row(after: str) -> None:
 def test_what_from_pretrained_no_longer_takes(given: str) -> None:
     text = "from transformers import AutoModelForCausalLM\n"
     text += f"m = AutoModelForCausalLM.from_pretrained('a', {given})\n"
-    assert ("loading-argument-was-removed", 2) in found(text)
+    assert ("argument-was-removed", 2) in found(text)
     other = text.replace("AutoModelForCausalLM", "FastLanguageModel")
-    assert not any(rule == "loading-argument-was-removed" for rule, _ in found(other))
+    assert not any(rule == "argument-was-removed" for rule, _ in found(other))
 
 
 def test_one_misspelt_section_is_one_error() -> None:

@@ -16,7 +16,7 @@ SEEDS = next((place for place in PLACES if place.is_dir()), PLACES[0])
 ONE, TWO, THREE, FOUR = "000", "002", "003", "004"
 OWN_LOOP = {"no-pad-token", "labels-include-padding", "undefined-name"}
 EXPECTED = [
-    (ONE, [1], {"loading-argument-was-removed", "device-map-and-processes", "undefined-name"}, "trainer"),
+    (ONE, [1], {"argument-was-removed", "device-map-and-processes", "undefined-name"}, "trainer"),
     (TWO, [4, 0], OWN_LOOP, "deepspeed"),
     (TWO, [13, 4], {"nodes-without-hostfile", *OWN_LOOP}, "deepspeed"),
     (THREE, [2, 0], {"comments-in-json", "trainer-and-file-differ"}, "trainer"),

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 from shardwise.lint.document import Document
@@ -12,11 +13,13 @@ from shardwise.lint.read import is_file
 from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
+    DEFAULTS,
     calls,
     given_to_trainers,
     is_optimizer,
     known_values,
     tree_of,
+    values_of,
     within,
 )
 from shardwise.lint.schema import as_number, closest, names, table, toml_file
@@ -28,6 +31,8 @@ _ARGUMENTS = toml_file("arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
 _FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
+_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # and their defaults
+_OTHERS = {"generation_batch_size", "steps_per_generation"}  # what else makes a batch of completions
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
@@ -79,6 +84,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
     every = started and document.syntax == "python"
     groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
+    if document.syntax == "yaml" and document.values.keys() - _FRAMEWORKS:
+        groups = [(dict.fromkeys(DEFAULTS) | {**document.values}, None)]  # the script may say the others
     trainers = [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
     rows = [one for one in trainers if len(one.args) > 4 or any(k.arg in _ROWS for k in one.keywords)]
     for given, line in groups:
@@ -98,6 +105,15 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
                 f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
             )
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
+        if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
+            what = "streamed rows have no length: ValueError `max_steps has to be specified`"
+            yield Hit(("max_steps",), what, "max_steps=1000, or rows without streaming=True", line=line)
+        batch = [given.get(name, value) for name, value in _BATCH.items()] + [setup.world_size]
+        each = given.get("num_generations")  # GRPO's
+        counted = all(isinstance(one, int) for one in (each, *batch)) and not _OTHERS & given.keys()
+        if counted and each and prod(batch) % each:
+            what = f"{' x '.join(map(str, batch))} GPUs = {prod(batch)} completions are no multiple of {each}"
+            yield Hit(("num_generations",), f"{what}: ValueError", "a batch that is a multiple", line=line)
         known = given.get("load_best_model_at_end") is True and {save, evaluate} <= {"no", "steps", "epoch"}
         if known and (save != evaluate or apart):
             what = f"ValueError: the model is saved by `{save}` and evaluated by `{evaluate}`"
@@ -106,7 +122,15 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("load_best_model_at_end",), what, fix, line=line)
 
 
-@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.10: the classes of arguments")
+def _streams(document: Document) -> bool:
+    """Whether all rows of a script are streamed, and none of them are put in a list."""
+    loads, known = [*calls(document, "load_dataset")], values_of(document)
+    given = [one.value for call in loads for one in call.keywords if one.arg == "streaming"]
+    kept = re.search(r"\bfrom_list\(|\bfrom_generator\(|\blist\(|max_steps =", document.text)
+    return bool(loads) and not kept and [known.value(one) for one in given] == [True] * len(loads)
+
+
+@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: the classes of arguments")
 def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
     """The class has no such argument: TypeError at the start."""
     imported = _imported(document)
@@ -309,24 +333,6 @@ def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int, b
             if "tok" in ast.unparse(call.func).lower() and isinstance(length, int | float):
                 padded = ast.unparse(given.get("padding", node)) == "'max_length'"
                 yield length, getattr(node, "lineno", call.lineno), padded
-
-
-@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
-def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
-    """A script's parser of TrainingArguments has the arguments of the installed version only."""
-    text = setup.scripts
-    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search("TrainingArguments|SFTConfig", text)
-    keys = document.flags if parsed and document.syntax == "shell" else frozenset()
-    of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
-    factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
-    keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
-    for word in names("removed_from_TrainingArguments"):
-        old, _, new = word.partition("=")
-        if old in keys and not re.search(rf"\b{old}\b", text):
-            shown = old if of_trainer else f"--{old}"
-            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
-            changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
 
 
 @training_rule("note", "check reads files and runs nothing")

@@ -76,7 +76,7 @@ def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> I
         what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
         yield Hit((TOTAL,), what, fix)
     elif complete:
-        what = f"{total} = {words} x GPUs is true for exactly {total // product} GPUs; else {_STOPS}"
+        what = f"{total} = {words} x GPUs is true with {processes(total // product)} only; else {_STOPS}"
         yield Hit((TOTAL,), what, f"{fix}; --gpus checks it for your GPUs", severity="note")
 
 

@@ -13,16 +13,31 @@ _ONE = re.compile("|".join(names("on_one_process")))
 _ALONE = re.compile("is_initialized|is_available|(world_size|WORLD_SIZE).* (==|<=) '?1")  # of one process
 
 
-def on_one(test: ast.expr, known: Values, deep: int = 5) -> bool:
+def spelled_out(test: ast.expr, known: Values, deep: int = 5) -> ast.expr:
+    """A condition with what its names hold in their place: `i % 8 == 0` for `last` of `last = i % 8 == 0`."""
+    match test:
+        case ast.BoolOp(op=op, values=parts):
+            return ast.BoolOp(op, [spelled_out(one, known, deep) for one in parts])
+        case ast.UnaryOp(op=ast.Not() as op, operand=part):
+            return ast.UnaryOp(op, spelled_out(part, known, deep))
+        case ast.Call(func=ast.Name(id="bool"), args=[part]):
+            return spelled_out(part, known, deep)
+        case ast.Compare(left=left, ops=ops, comparators=others):
+            rest = known.meant(left)  # `rest = i % 8; if rest == 0`
+            modulo = isinstance(rest, ast.BinOp) and isinstance(rest.op, ast.Mod)
+            return ast.Compare(rest, ops, others) if modulo and isinstance(rest, ast.BinOp) else test
+    held = known.meant(test) if deep else test
+    plain = isinstance(held, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp)
+    return spelled_out(held, known, deep - 1) if plain and held is not test else test  # type: ignore[arg-type]
+
+
+def on_one(test: ast.expr, known: Values) -> bool:
     """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
+    test = spelled_out(test, known)
     text = ast.unparse(test)
     if isinstance(test, ast.BoolOp):
-        parts = [on_one(one, known, deep) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        parts = [on_one(one, known) for one in test.values if not _ALONE.search(ast.unparse(one))]
         return any(parts) and (isinstance(test.op, ast.And) or all(parts))
-    meant = known.meant(test)
-    other = deep > 0 and meant is not test
-    if other and isinstance(meant, ast.Compare | ast.UnaryOp | ast.Attribute | ast.BoolOp):
-        return on_one(meant, known, deep - 1)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
         inner = ast.unparse(test.operand)
         text = "" if _ONE.search(inner) else f"{inner} == 0"

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
-from shardwise.lint.rules import training
 from shardwise.lint.rules.training import calls, known_values, tree_of, within
-from shardwise.lint.schema import names, table
+from shardwise.lint.schema import closest, names, table
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
 from shardwise.models.catalog import lookup
 
@@ -22,10 +22,17 @@ _TEMPLATES: dict[str, list[str]] = table("chat_templates")
 _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
-_TARGETS = ("lora_target_modules", "lora_target")  # of Axolotl, and LLaMA-Factory
+_TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
+_TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
+_LABELS = re.compile(  # what holds the labels, and the input ids that they are
+    r"(?:(\w+)(?:\[[\"']|\.))?\blabels(?:[\"']\])?\s*=\s*(?:([\w.]+?)(?:\.|\[[\"']))?input_ids\b"
+)
+_ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
+_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
+_PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
@@ -70,6 +77,7 @@ def foreign_blocks(key: Key, value: Any, model: ModelFacts) -> Iterator[Hit]:
         return
     right = ",".join(known.blocks)
     fix = f"{right}, or remove it: this is the default" if right else "a class of the model's blocks"
+    fix = f"a class of the model's blocks, such as {known.blocks[0]}" if guess and right else fix
     for name in value if isinstance(value, list) else str(value).split(","):
         what = f"no block of {model.name} is a {name!r}"
         if name in known.blocks or (guess and name.lower().startswith(guess.replace("_", ""))):
@@ -98,40 +106,46 @@ def fsdp_class_of_another_family(document: Document, setup: Setup) -> Iterator[H
             yield from (hit for hit in foreign_blocks(key, value, model) if hit.severity is None)
 
 
-def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, list[Any], int]]:
-    """LoRA's targets that are lists of names, and where they are written."""
+def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]:
+    """LoRA's targets, and where they are written."""
     if document.syntax != "python":
-        for key in ((name,) for name in _TARGETS if document.has(name)):
-            value = document.get(*key)
-            plain = isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value)
-            given = re.split(r"\s*,\s*", value) if plain and key == ("lora_target",) else value
-            yield key, given if isinstance(given, list) else [], document.line(key)
+        for name in (one for one in _TARGETS if document.has(one)):
+            value = document.get(name)
+            listed = name == "lora_target" and isinstance(value, str) and value != "all"  # LLaMA-Factory's
+            yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
     for call in calls(document, "LoraConfig", "get_peft_model"):
         known, given = known_values(document, setup), {one.arg: one.value for one in call.keywords}
         node = known.meant(given.get("target_modules", call))
         while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
             node = known.meant(node.args[0])
-        value = known.value(node)
         if "target_modules" in given and "target_parameters" not in given:
-            listed = value if isinstance(value, list) else []
-            yield ("target_modules",), listed, getattr(node, "lineno", call.lineno)
+            yield ("target_modules",), known.value(node), getattr(node, "lineno", call.lineno)
 
 
-@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; transformers: the family's modules")
-def lora_targets_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
-    """PEFT stops where no target is a module of the model that the files name."""
-    said = any(training.lora_targets.find(document, setup))  # what a file says in so many words
-    for key, value, line in _targets(document, setup) if not said else ():
-        lasts = {str(one).rpartition(".")[2] for one in value}
+@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
+def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
+    for key, value, line in _targets(document, setup):
+        fix = _TARGETS[key[0]]
+        if isinstance(value, str) and re.fullmatch(r"\w+", value) and value not in ("all", UNKNOWN):
+            right = fix if closest(value, ["all-linear"]) else f'["{value}"]'
+            what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
+            yield Hit(key, what, right, line=line)
+        lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
         model = model_of(setup) if lasts else None
-        known = blocks_for(model)[0] if model and model.model_type in _FAMILIES else None
-        sure = not any(one.isdigit() or one.startswith("all") for one in lasts)
-        if model and known and known.parts and sure and not lasts & known.parts:
-            what = f"no module of {model.name} is named {', '.join(map(str, value))}: PEFT stops, "
-            what += "`Target modules ... not found in the base model`"
-            right = [one for one in names("lora_modules") if one in known.parts][:3]
-            yield Hit(key, what, f"{', '.join(right)}, or all linear layers", line=line)
+        known, guess = blocks_for(model) if model else (None, None)
+        parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
+        absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
+        sure = setup.model is model and not guess  # else a name may mislead
+        if absent and (sure or len(absent) == len(lasts)):
+            where = f"{model.name if model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
+            what = f"no module of {where} is named {', '.join(absent)}: "
+            some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
+            what += some or "PEFT stops, `not found in the base model`"
+            ways = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
+            maybe = some or guess or (setup.model and not setup.model.model_type)
+            yield Hit(key, what, ways, severity="warning" if maybe else None, line=line)
 
 
 @training_rule("warning", "LLaMA-Factory: extras/constants.py, register_model_group(template=...)")
@@ -172,7 +186,9 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
         what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += f"the end of each row (line {others[0]}) is not learned, and the model does not stop"
+        what += (
+            f"the end of each row (line {document.at(others[0])}) is not learned, and the model does not stop"
+        )
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 
@@ -181,7 +197,12 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
 def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     """The collator makes labels of the input ids: the script's own, with -100 for prompts, are lost."""
     others = re.search(r"DataCollator(?!ForLanguageModeling)\w+\(", document.text)
+    causal = "ForCausalLM" in document.text and not re.search(r"MaskedLM|PreTraining|mlm", document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
+        if causal and len(call.args) < 2 and all(one.arg for one in call.keywords):
+            what = "`mlm` is True by default: 15 % of the words are masked, and only these are labels, "
+            what += "which a causal model is to predict from the words before"
+            yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _causal(call) and _MASKED.search(document.text) and not others:
             what = (
                 "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
@@ -193,3 +214,34 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
 def _causal(call: ast.Call) -> bool:
     given = [one.value for one in call.keywords if one.arg == "mlm"] + call.args[1:2]
     return any(isinstance(one, ast.Constant) and one.value is False for one in given)
+
+
+@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
+def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
+    """The loss counts every label but -100, so also those of pad tokens."""
+    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
+        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
+        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+            what = "the labels are padded with the pad token: the loss also trains on it"
+            yield Hit((), what, "padding_value=-100", line=call.lineno)
+    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
+    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
+        holder, ids = given[1], given[2] or ""
+        apart = (holder and ids and holder != ids) or _ANSWERS.search(ids)  # tokenised on their own
+        what = "the labels are padded with the pad token" if apart else "the labels are the padded input ids"
+        fix = "-100 in the labels for each pad token"
+        fix = fix if apart else "labels.masked_fill(attention_mask == 0, -100)"
+        what += ": the loss also trains on pad tokens"
+        yield Hit((), what, fix, line=line_at(document.text, given.start()))
+
+
+@training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
+def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
+    """A tokenizer without a pad token stops where it is asked to pad."""
+    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
+    without = any(part.startswith(names("no_pad_token")) for part in model.split("/"))
+    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
+        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
+        what += "not have a padding token`"
+        fix = "tokenizer.pad_token = tokenizer.eos_token"
+        yield Hit((), what, fix, line=line_at(document.text, pads.start()))

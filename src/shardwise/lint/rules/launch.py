@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
@@ -24,6 +24,10 @@ _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\
 _COUNTS = ("nodes", "ntasks-per-node")
 _MOST_GPUS = 64  # of a node
 _BEFORE = "before the script's name: it is the launcher's"
+_SBATCH = re.compile(r"(?m)^#SBATCH[ \t]+\S+")
+_SRUN_EACH = re.compile(r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-N|-n|--nodes|--ntasks)[ =]?1\b))")
+_IN_EACH = re.compile(r"\b(?:ba)?sh[ \t]+-l?c\b|\.sh\b")  # a shell of its own on each node
+_ONE_RANK = re.compile(r"0 |.*\$\{?SLURM_(?:NODEID|PROCID|LOCALID)\b")
 _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
 
@@ -208,7 +212,8 @@ def _flags(script: Document) -> dict[str, bool]:
             flags |= _fields(made := classes.pop(name))
             waiting += made.bases
         elif name in ("TrainingArguments", "Seq2SeqTrainingArguments"):
-            flags |= dict.fromkeys(names("trainer_arguments"), False) | flags
+            removed = (one.partition("=")[0] for one in names("removed_from_TrainingArguments"))
+            flags |= dict.fromkeys([*names("trainer_arguments"), *removed], False) | flags
         else:
             return {}
     return {name.replace("_", "-"): False for name in flags if waiting} | flags
@@ -229,6 +234,13 @@ def _fields(made: ast.ClassDef) -> dict[str, bool]:
 def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     """The nodes, tasks and GPUs that the job asks for are not those of the launch command."""
     asked = header(document)
+    first = re.search(r"(?m)^(?!#|\s*$)", document.text)
+    late = _SBATCH.search(document.text, first.start()) if asked and first else None
+    if late and "<<" not in document.text:  # which writes another file
+        what = f"sbatch reads no `#SBATCH` below the first command: `{late[0]}` has no effect"
+        line = line_at(document.text, late.start())
+        yield Hit((), what, "above the first command", severity="warning", line=line)
+    yield from _same_rank(document, asked)
     if document.get("launcher") != "torchrun" or not asked:
         return
     nodes, tasks = (int(n) if (n := asked.get(name, "")).isdecimal() else None for name in _COUNTS)
@@ -251,6 +263,27 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     if srun and (tasks or 1) > 1 and document.has("nproc_per_node"):
         what = f"srun starts torchrun {tasks} times on each node, and each starts all processes of the node"
         yield Hit(("nproc_per_node",), what, "#SBATCH --ntasks-per-node=1")
+
+
+def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
+    """A rank of the node that is the same on all nodes, since the batch script's shell fills it in."""
+    name = next((one for one in ("node_rank", "machine_rank") if of_launcher(document, one)), "")
+    rank, text = str(document.get(name)), document.text.replace("\\\n", " ")
+    several = asked.get("nodes", "1") != "1" and document.get("rdzv_backend") in (None, "static")
+    each = _SRUN_EACH.search(text) and not _IN_EACH.search(text)
+    if name and several and each and _ONE_RANK.match(f"{rank} "):
+        early = "" if rank == "0" else "the shell fills it in before srun starts: it "
+        what = f"`--{name} {rank}`: {early}is 0 on every node, and the nodes wait for each other"
+        yield Hit((name,), what, f"srun bash -c 'COMMAND --{name} $SLURM_NODEID', in single quotes")
+    total = document.number("num_processes") if document.get("launcher") == "accelerate" else None
+    machines, (gpus, _kind) = document.number("num_machines") or 1, gpus_of(asked)
+    if total and gpus and machines > 1 and total == gpus:
+        what = (
+            f"{total:g} processes over {machines:g} machines: {total / machines:g} of the {gpus} GPUs of each"
+        )
+        yield Hit(
+            ("num_processes",), what, f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
+        )
 
 
 @training_rule("error", "torch/distributed/elastic/rendezvous: the endpoint's host holds the store")

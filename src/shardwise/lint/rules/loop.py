@@ -4,10 +4,10 @@ import ast
 import re
 from collections.abc import Iterator
 
-from shardwise.lint.document import Document, line_at
+from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
-from shardwise.lint.rules.branches import branches
+from shardwise.lint.rules.branches import branches, spelled_out
 from shardwise.lint.rules.training import (
     calls,
     is_optimizer,
@@ -43,16 +43,12 @@ _ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deep
 _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
-_GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed|zero_?3)")
+_GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
 _NEW = re.compile(
     r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
 )
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
-_NO_PAD_TOKEN = names("no_pad_token")
-_LABELS = re.compile(r"labels[\"']?\]?\s*=\s*[\w.]*(input_ids|\[[\"']input_ids[\"']\])(\.(clone|copy)\(\))?")
-_MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
-_PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
 
 
 @loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
@@ -66,7 +62,15 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             if re.search(rf"^( *){engine}\.step\(\)\n(?:\1.*\n)*?\1{name}\.step\(\)", program, re.MULTILINE):
                 what = f"`{engine}.step()` also steps the schedule that DeepSpeed has: it runs twice as fast"
                 yield Hit((), what, f"remove `{name}.step()`", line=stepped[name].lineno)
-    flow = values_of(document).flow
+    flow, made = values_of(document).flow, made_by(document)
+    counts = [one.number("gradient_accumulation_steps") or 1 for one in setup.of("deepspeed")]
+    for name, call in stepped.items() if max(counts, default=1) > 1 else ():
+        tests = [ast.unparse(spelled_out(test, values_of(document))) for test, _ in flow.taken(call)]
+        if made.get(name) == _INITIALIZE and (by := [one for one in tests if "%" in one]):
+            what = (
+                f"the engine counts micro-batches in `step`: called only where {by[0]}, it accumulates twice"
+            )
+            yield Hit((), what, f"{name}.step() after each backward", line=call.lineno)
     engines = [*calls(document, "initialize"), *calls(document, "backward")]
     for engine, returned, given in _ENGINE.findall(program):
         own = (one for one in engines if ast.unparse(one.func) in (_INITIALIZE, f"{engine}.backward"))
@@ -162,18 +166,6 @@ def _certain(document: Document, node: ast.AST) -> bool:
     return flow.certain(node) and all(called) and "except" not in document.text
 
 
-@training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
-def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
-    """A tokenizer without a pad token stops where it is asked to pad."""
-    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
-    without = any(part.startswith(_NO_PAD_TOKEN) for part in model.split("/"))
-    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
-        fix = "tokenizer.pad_token = tokenizer.eos_token"
-        yield Hit((), what, fix, line=line_at(document.text, pads.start()))
-
-
 @loop_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
@@ -190,21 +182,6 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
             what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
-
-
-@loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
-def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
-    """The loss counts every label but -100, so also those of pad tokens."""
-    for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
-        filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
-        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
-            what = "the labels are padded with the pad token: the loss also trains on it"
-            yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
-    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
-        what = "the labels are the padded input ids: the loss also trains on pad tokens"
-        fix = "labels.masked_fill(attention_mask == 0, -100)"
-        yield Hit((), what, fix, line=line_at(document.text, given.start()))
 
 
 def made_by(document: Document) -> dict[str, str]:
@@ -332,17 +309,28 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
 @loop_rule("error", "accelerate/utils/deepspeed.py: DeepSpeedOptimizerWrapper", versions="accelerate<2")
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
-    prepared, found = ".prepare" in " ".join(made_by(document).values()), [*calls(document, "backward")]
-    own = prepared and any(name.endswith("Accelerator") for name in document.uses)
+    made, found = made_by(document), [*calls(document, "backward")]
+    own = ".prepare" in " ".join(made.values()) and any(
+        name.endswith("Accelerator") for name in document.uses
+    )
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     count = _accumulated(document)
+    formats = [one.get("mixed_precision") for one in (document, *setup.of("accelerate"))]
+    scales = not {"bf16", "no"} & {*formats}
     for call in found if own and not any(call.args for call in found) else ():
+        owner = ast.unparse(call.func).removesuffix(".backward")
+        if made.get(owner, "").endswith("Accelerator") or "accelerator" in owner.lower():
+            what = f"`{owner}.backward` gets no loss: TypeError `missing 1 required positional argument`"
+            yield from [] if call.keywords else [Hit((), what, f"{owner}.backward(loss)", line=call.lineno)]
+            continue
         divided = _division(document, call, {count})
-        undivided = f", and it is not divided by the {count} accumulated micro-batches"
-        what = "with fp16 the loss is not scaled" + ("" if divided or not count else undivided)
+        lost = ["with fp16 the loss is not scaled"] * scales
+        lost += [f"it is not divided by the {count} accumulated micro-batches"] * bool(count and not divided)
+        what = ", and ".join(lost)
         what = "DeepSpeed takes its step in accelerator.backward: nothing is trained" if steps else what
-        loss = ast.unparse(getattr(call.func, "value", call.func))
-        fix = f"accelerator.backward({loss})"
+        if not what:
+            continue
+        fix = f"accelerator.backward({owner})"
         if count and divided:
             fix += (
                 f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
@@ -370,12 +358,12 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
 @loop_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
 def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
-    count, program = _accumulated(document), tree_of(document)
+    count, program, known = _accumulated(document), tree_of(document), values_of(document)
     if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
-        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(test.test)):
+        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(spelled_out(test.test, known))):
             return  # accumulates by hand
     loops = [around(program, call) for call in calls(document, "backward")]
     for call in calls(document, "step"):

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
+from shardwise.lint.rules.loop import made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import options
@@ -20,7 +22,7 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
-_REMOVED = dict(word.split("=") for word in names("removed_imports"))
+_AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
@@ -55,6 +57,25 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 @training_rule("error", "peft: LoraConfig alone changes no model")
 def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
     """Nothing gets the LoraConfig: all weights are trained, and those of 4 or 8 bits stop the Trainer."""
+    by = made_by(document)
+    for call in calls(document, *names("trl_trainers")):
+        given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
+        twice = by.get(given.get("model", ""), "").endswith("get_peft_model")
+        if twice and given.get("peft_config", "None") != "None":
+            what = "the model has adapters already: ValueError `You passed a PeftModel instance together`"
+            yield Hit(("peft_config",), what, "remove peft_config, or get_peft_model", line=call.lineno)
+    for node in ast.walk(tree_of(document)):
+        match node:
+            case ast.Expr(value=ast.Call(args=[first, *_]) as lost) if ast.unparse(lost.func).endswith(
+                "get_peft_model"
+            ):
+                model = ast.unparse(first)
+                what = (
+                    f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the Trainer "
+                )
+                what += "refuses a quantized one"
+                fix = f"{model} = {ast.unparse(lost)}"
+                yield Hit((), what, fix, severity="warning", line=lost.lineno)
     nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
     read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     trains = re.search(r"trainer\.train\(|\.backward\(", document.text)
@@ -97,7 +118,7 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
             maybe = any(isinstance(part, ast.IfExp | ast.BoolOp) for part in ast.walk(by))
             simple = isinstance(by, ast.Assign | ast.Expr | ast.Return) and flow.block(by) is function
             if early and simple and not maybe and "except" not in document.text:
-                line = first[one.id].lineno
+                line = document.at(first[one.id].lineno)
                 what = (
                     f"`{one.id}` gets its first value in line {line} of `{function.name}`: UnboundLocalError"
                 )
@@ -127,10 +148,19 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         if document.get(steps) and document.get(times):
             what = f"Axolotl stops: `{steps}` and `{times}` exclude each other"
             yield Hit((steps,), what, f"keep `{times}`")
+    unsplit = document.get("val_set_size") == 0 and not document.get("test_datasets")
     asked = [one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")]
-    if asked and document.get("val_set_size") == 0 and not document.get("test_datasets"):
+    if asked and unsplit:
         what = f"Axolotl stops: `{asked[0]}` with `val_set_size: 0`, and no rows to evaluate"
         yield Hit((asked[0],), what, "val_set_size: 0.05, or remove it")
+    elif unsplit and document.get("evals_per_epoch"):
+        what = "with `val_set_size: 0` there are no rows to evaluate: it has no effect"
+        yield Hit(("evals_per_epoch",), what, "val_set_size: 0.05, or remove it", severity="note")
+    rows = document.get("datasets")
+    for at, one in enumerate(rows if isinstance(rows, list) else ()):
+        if isinstance(one, Mapping) and str(one.get("type")).startswith("sharegpt"):
+            what = "Axolotl stops: `type: sharegpt.*` is deprecated"
+            yield Hit(("datasets", str(at), "type"), what, "type: chat_template")
 
 
 @training_rule("error", "llamafactory/hparams/parser.py: get_train_args")
@@ -275,24 +305,13 @@ def no_chat_template(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "torch/utils/data/dataloader.py: sampler option is mutually exclusive with shuffle")
 def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
     """A DataLoader takes `sampler` or `shuffle=True`: with both it stops with a ValueError."""
+    known = values_of(document)
     for call in calls(document, "DataLoader"):
-        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        if given.get("shuffle") == "True" and given.get("sampler", "None") not in ("None", ""):
-            sure = "Sampler(" in given["sampler"] and " if " not in given["sampler"]  # a name may be None
+        given = {one.arg: one.value for one in call.keywords}
+        said = {name: ast.unparse(known.meant(value)) for name, value in given.items()}
+        if said.get("shuffle") == "True" and said.get("sampler", "None") not in ("None", ""):
+            sure = "Sampler(" in said["sampler"] and " if " not in said["sampler"]  # a name may be None
             yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
-
-
-@training_rule("warning", "transformers 5.23, PEFT 0.21: import", versions="transformers>=5")
-def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """Newer versions have no such name: ImportError."""
-    for node in ast.walk(tree_of(document)):
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        package = str(node.module).partition(".")[0]
-        for alias in node.names:
-            if now := _REMOVED.get(f"{package}.{alias.name}"):
-                what = f"{package} has no `{alias.name}` any more: ImportError"
-                yield Hit((), what, now, line=node.lineno)
 
 
 @training_rule("warning", "torch/amp/grad_scaler.py; fp16's smallest number is 6e-8")
@@ -318,6 +337,13 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
 def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
-    clips = calls(document, "clip_grad_norm_", "clip_grad_value_")
+    clips = [*calls(document, "clip_grad_norm_", "clip_grad_value_")]
     for call in clips if scaled and "unscale_(" not in document.text else ():
         yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
+    parts = [name for name, by in made_by(document).items() if by.endswith("FullyShardedDataParallel")]
+    for call in clips if parts else ():
+        held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
+        if held and "_norm_" in ast.unparse(call.func) and "no_shard" not in document.text.lower():
+            what = "each process clips by the norm of its own shards: the shards get different factors"
+            fix, source = f"{held[0]}.clip_grad_norm_(...)", "torch/distributed/fsdp: clip_grad_norm_"
+            yield Hit((), what, fix, severity="warning", line=call.lineno, source=source)

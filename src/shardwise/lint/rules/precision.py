@@ -15,6 +15,7 @@ from shardwise.lint.setup import Setup
 BF16, FP16, AUTOCAST = ("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocast", "enabled")
 _HALF = ("torch.float16", "torch.half", "'float16'")
 _MASTERS = re.compile(r"(?i)lora|peft|bitsandbytes|load_in_|\.float\(\)|float32|deepspeed|fsdp|fully_shard")
+_STEPS_ITSELF = re.compile(r"\.backward\(\)(?:.*\n)*? *[\w.]+\.step\(")
 _TORCH = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 
@@ -155,16 +156,28 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
     text, known, files = document.text, values_of(document), setup.of("accelerate")
     said = [document, *(() if document.has("mixed_precision") or document.has("bf16") else files)]
     asked = document.on("fp16") or any(one.get("mixed_precision") == "fp16" for one in said)
-    others = setup.of("deepspeed") or any("_config" in one.text for one in files) or "Scaler" in text
-    program = ast.unparse(tree_of(document)) if asked and not others else ""
-    for call in calls(document, "from_pretrained") if program and not _MASTERS.search(text) else ():
-        named = re.search(rf"(?m)^ *([\w.]+) = {re.escape(ast.unparse(call))}$", program)
-        name, given = named[1] if named else "", [one for one in call.keywords if "dtype" in str(one.arg)]
-        half = name and any(ast.unparse(known.meant(one.value)) in _HALF for one in given)
-        if half and re.search(rf"\b{name}\.parameters\(|Trainer\((.*\bmodel=)?{name}[,)]", program):
+    others = setup.of("deepspeed") or any("_config" in one.text for one in files)
+    scaler = re.search(r"^(?!\s*(from|import)).*\bGradScaler\(", text, re.MULTILINE)
+    program = "" if others else ast.unparse(tree_of(document))
+    trains = "" if _MASTERS.search(text) else program
+    for call in calls(document, "from_pretrained") if trains else ():
+        named = re.search(rf"(?m)^ *([\w.]+) = {re.escape(ast.unparse(call))}(.*)$", trains)
+        name, after = (named[1], named[2]) if named else ("", "")
+        given = [one for one in call.keywords if "dtype" in str(one.arg)]
+        half = any(ast.unparse(known.meant(one.value)) in _HALF for one in given) or ".half()" in after
+        used = name and re.search(rf"\b{name}\.parameters\(|Trainer\((.*\bmodel=)?{name}[,)]", trains)
+        if half and used and (asked or scaler):
             what = "the weights are fp16: the first step stops with `Attempting to unscale FP16 gradients`"
-            fix = f"remove {given[0].arg}: fp16 mixed precision needs fp32 weights; or bf16 for both"
-            yield Hit((), what, fix, line=given[0].value.lineno)
+            fix = (
+                f"remove {given[0].arg if given else '.half()'}: fp16 mixed precision needs fp32 weights; or "
+            )
+            yield Hit((), what, f"{fix}bf16 for both", line=given[0].value.lineno if given else call.lineno)
+        elif half and used and _STEPS_ITSELF.search(trains):
+            what = (
+                "the optimizer updates fp16 weights: small gradients become 0, and Adam's eps 1e-8 does, too"
+            )
+            yield Hit((), what, "fp32 weights and autocast, or bf16", severity="warning", line=call.lineno)
+    program = program if asked and not scaler else ""
     scaled = "Accelerator(" in program and "unscale" not in program
     for call in calls(document, "clip_grad_norm_", "clip_grad_value_") if scaled else ():
         if re.fullmatch(r"((torch\.)?nn\.)?(utils\.)?\w+", by := ast.unparse(call.func)):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule
-from shardwise.lint.rules.branches import on_one
+from shardwise.lint.rules.branches import on_one, spelled_out
 from shardwise.lint.rules.loop import around, made_by
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names, table
@@ -142,7 +142,7 @@ def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
         return
     for call in calls(document, "save", "save_pretrained"):
         taken = [test for test, _ in known.flow.taken(call)]
-        tests = [ast.unparse(known.meant(test)) + ast.unparse(test) for test in taken]
+        tests = [ast.unparse(spelled_out(test, known)) + ast.unparse(test) for test in taken]
         above = ast.unparse(around(program, call)) if around(program, call) is not program else ""
         said = " ".join([*tests, *map(ast.unparse, call.args), *_LEAVES.findall(above)])
         saves = re.search(r"^torch\.save$|(model|net|module)\.save_pretrained$", ast.unparse(call.func))

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
-from shardwise.lint.rules.loop import made_by, stepped
-from shardwise.lint.rules.training import is_optimizer, tree_of, values_of
+from shardwise.lint.rules.branches import spelled_out
+from shardwise.lint.rules.loop import around, made_by, stepped
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
+_STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
 
@@ -34,7 +37,7 @@ class _Loop(NamedTuple):
     every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
 
 
-def _runs(body: Sequence[ast.stmt]) -> Iterator[_Run]:
+def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
     """The calls of statements, in their order."""
     tests: tuple[ast.expr, ...] = ()
     for one in body:
@@ -44,27 +47,28 @@ def _runs(body: Sequence[ast.stmt]) -> Iterator[_Run]:
         below = {node for part in inner for node in ast.walk(part)}
         for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
             yield _Run(call, tests)
+        own = (spelled_out(one.test, known),) if isinstance(one, ast.If) else ()
+        other = tuple(ast.UnaryOp(ast.Not(), test) for test in own)
         for at, part in enumerate(inner):
-            own = (one.test,) if isinstance(one, ast.If) and at < len(one.body) else ()
-            for run in _runs([part]):
-                yield run._replace(tests=(*tests, *own, *run.tests))
+            taken = own if at < len(blocks[0]) else other
+            for run in _runs([part], known):
+                yield run._replace(tests=(*tests, *taken, *run.tests))
         left = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue | ast.Return)
-        tests += (one.test,) if isinstance(one, ast.If) and left else ()
+        tests += own if left else ()
 
 
 def _loops(document: Document) -> Iterator[_Loop]:
     """The innermost loops with a backward pass and an optimizer's step."""
-    program, made = tree_of(document), made_by(document)
+    program, made, known = tree_of(document), made_by(document), values_of(document)
     found = list[tuple[set[ast.Call], _Loop]]()
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [*_runs(loop.body)]
+        runs = [*_runs(loop.body, known)]
         steps = [run for run in runs if _of_optimizer(stepped(run.call), made)]
         backward = next((one.call for one in runs if ast.unparse(one.call.func).endswith(".backward")), None)
         if steps and backward:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
-            known = values_of(document)
-            every = next((mod for test in waits for mod in _moduli(known.meant(test))), None)
+            every = next((mod for test in waits for mod in _moduli(test)), None)
             before_it, _, later = ast.unparse(loop).partition(".backward(")
             text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
             found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
@@ -79,7 +83,7 @@ def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
     functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
     kept = {one.name: text for one in functions if _STEPS.search(text := ast.unparse(one))}
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
-        runs = [run.call for run in _runs(loop.body)]
+        runs = [run.call for run in _runs(loop.body, known)]
         within_it = any(isinstance(one, ast.For | ast.While) for part in loop.body for one in ast.walk(part))
         said = [ast.unparse(one.func).rpartition(".")[2] for one in runs]
         if within_it or not any(one == "backward" or ".backward(" in kept.get(one, "") for one in said):
@@ -122,6 +126,36 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
+@loop_rule("error", "torch/optim/optimizer.py: zero_grad sets .grad to None")
+def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
+    """`zero_grad` comes before the step that is to use the gradients."""
+    made = made_by(document)
+    for loop in _loops(document) if not _OTHERS.search(document.text) else ():
+        for at, run in enumerate(loop.runs):
+            name, since = stepped(run.call), loop.runs[:at]
+            clears = [one for one in loop.runs if _clears(one.call, name)]
+            if not _of_optimizer(name, made) or not clears:
+                continue
+            computed = [one for one in since if ast.unparse(one.call.func).endswith(".backward")]
+            last = next((one for one in reversed(since) if one in clears or one in computed), run)
+            always = {*computed[-1].tests} if computed else {*run.tests}
+            often = [one for one in clears if {*one.tests} <= always]
+            if computed and last in clears and {*last.tests} <= {*run.tests}:
+                what = (
+                    f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: the step "
+                )
+                yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
+            elif often and loop.every is not None and {*run.tests} - always:
+                count = ast.unparse(loop.every).removeprefix("self.")
+                what = f"it clears the gradients at every micro-batch: the step uses the last of {count}"
+                yield Hit((), what, "zero_grad after the step, in its branch", line=often[0].call.lineno)
+
+
+def _clears(call: ast.Call, optimizer: str) -> bool:
+    owner, _, last = ast.unparse(call.func).rpartition(".")
+    return last == "zero_grad" and (owner == optimizer or "model" in owner)
+
+
 @loop_rule("error", "torch/optim/lr_scheduler.py: step")
 def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
@@ -132,7 +166,8 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
             name = stepped(run.call)
             often = not any([*_moduli(test)] for test in run.tests)
             made = given.get(name) if "sched" in name.lower() else None
-            if not isinstance(made, ast.Call) or loop.every is None:
+            open_ = often and any(isinstance(test, ast.Name | ast.Attribute) for test in run.tests)
+            if not isinstance(made, ast.Call) or loop.every is None or open_:
                 continue
             count = ast.unparse(loop.every).removeprefix("self.")
             texts = " ".join(_followed(made, given))
@@ -144,6 +179,19 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
             if not often and of_batches:
                 what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
                 yield Hit((), what, f"its number of steps / {count}", severity="warning", line=made.lineno)
+
+    for call in calls(document, "step"):
+        place, name = around(tree_of(document), call), stepped(call)
+        made = given.get(name) if "sched" in name.lower() else None
+        inner = [
+            one for one in ast.walk(place) if isinstance(one, ast.For) and ".backward(" in ast.unparse(one)
+        ]
+        loads = {one.id for loop in inner for one in ast.walk(loop.iter) if isinstance(one, ast.Name)}
+        texts = " ".join(_followed(made, given)) if isinstance(made, ast.Call) else ""
+        if place not in inner[-1:] and any(re.search(rf"(?<!/ )\blen\({one}\)", texts) for one in loads):
+            what = "the schedule counts batches, and advances once an epoch: most of it is never reached"
+            fix = f"`{name}.step()` after each step of the optimizer, or a schedule of epochs"
+            yield Hit((), what, fix, line=call.lineno)
 
 
 def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:
@@ -158,9 +206,42 @@ def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iter
 @loop_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")
 def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
     """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
-    for loop in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)):
-        last = {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body)}
+    known = values_of(document)
+    loops = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)]
+    called = {
+        loop: {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body, known)}
+        for loop in loops
+    }
+    for loop, last in called.items():
         if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
-            what = "eval mode stays on for the next epochs: nothing in this loop calls `train()`"
-            yield Hit((), what, "model.train() at the beginning of each epoch", line=loop.lineno)
+            model = ast.unparse(last["eval"].func).removesuffix(".eval")
+            around_it = any("train" in called[one] and loop in ast.walk(one) for one in loops)
+            how_long = "the rest of the epoch" if around_it else "the next epochs"
+            what = f"eval mode stays on for {how_long}: nothing in this loop calls `train()`"
+            fix = (
+                f"{model}.train() {'after the evaluation' if around_it else 'at the beginning of each epoch'}"
+            )
+            yield Hit((), what, fix, line=last["eval"].lineno if around_it else loop.lineno)
             return
+
+
+@loop_rule("warning", "torch/optim/adamw.py: the moments are the optimizer's state")
+def saved_state_is_not_loaded(document: Document, _: Setup) -> Iterator[Hit]:
+    """A training that goes on without the optimizer's state begins with other steps than it would take."""
+    program = tree_of(document)
+    others = re.sub(r"torch\.save\(.*", "", ast.unparse(program))
+    resumes = re.search(r"\.load_state_dict\(", others) and ".backward(" in others
+    for call in calls(document, "save") if resumes else ():
+        held = values_of(document).meant(call.args[0]) if call.args else call
+        pairs = zip(held.keys, held.values, strict=True) if isinstance(held, ast.Dict) else ()
+        saved = {ast.unparse(key): ast.unparse(value) for key, value in pairs if key}
+        read = {key for key in saved if f"[{key}]" in others or f"get({key}" in others}
+        lost = [key for key, value in saved.items() if _STATE.search(value) and key not in read]
+        if read and lost and re.search("epoch|step|iter", " ".join(read)):
+            what = f"{' and '.join(lost)} is saved, and never loaded where the training goes on"
+            yield Hit(
+                (),
+                what,
+                f"{saved[lost[0]].replace('state_dict()', 'load_state_dict(...)')}",
+                line=call.lineno,
+            )

@@ -10,9 +10,7 @@ from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
-from shardwise.lint.edit import Rename
-from shardwise.lint.finding import Hit, training_rule
-from shardwise.lint.model import blocks_for
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import closest, names, table
@@ -27,17 +25,16 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
     for rows in (table("compared")[of] for of in ("trainer", "plugin"))
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
-_DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
-_PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
+DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
+PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
 _WORDS: dict[str, str] = table("words_of_the_trainer")
 _REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
 _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
-_TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
-_TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
+_OWN_LOOP = re.compile(r"\.backward\(|FullyShardedData|DistributedDataPar|fully_shard\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
 
@@ -118,58 +115,25 @@ def distributed(setup: Setup) -> bool:
 @training_rule("error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained")
 def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     """A device map spreads one process over GPUs; a distributed launch gives each GPU a process."""
-    key, value = ("device_map",), document.get("device_map")
-    for call in calls(document, "from_pretrained") if value is None else ():  # in a dict that an `if` fills
-        given = known_values(document, setup).arguments(call).get(key, (0, None))[1]
-        value = None if given == UNKNOWN else given
+    key = ("device_map",)
+    given = [] if document.syntax == "python" else [(document.get("device_map"), document.line(key))]
+    known = known_values(document, setup)
+    for call in calls(document, "from_pretrained"):
+        if known.runs(call) and known.flow.certain(call):  # not only with 8 bits, or in a debugger
+            line, value = known.arguments(call).get(key, (0, None))
+            given.append((None if value == UNKNOWN else value, line))
+    value, line = next(((value, line) for value, line in given if value is not None), (None, 0))
     if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
-        yield Hit(key, what, "remove it: ZeRO-3 places the parameters")
+        yield Hit(key, what, "remove it: ZeRO-3 places the parameters", line=line)
     elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
-        what = f'"{value}" spreads the model over all GPUs, in every process: Accelerator.prepare stops, '
-        what += (
-            "`You can't train a model that has been loaded with device_map='auto' in any distributed mode`"
-        )
-        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}')
-
-
-@training_rule("error", "transformers 5: modeling_utils.py knows no load_in_8bit", versions="transformers>=5")
-def loading_argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """from_pretrained gives what it does not know to the model's class, which stops: TypeError."""
-    gone: dict[str, str] = table("removed_from_pretrained")
-    for call in calls(document, "from_pretrained"):
-        loads = re.match(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.", ast.unparse(call.func))
-        given = values_of(document).arguments(call) if loads else {}
-        found = [name for name in gone if (name,) in given]
-        written = [name for name in found if name in {one.arg for one in call.keywords}]
-        sure = written or [name for name in found if given[name,][1] != UNKNOWN]
-        if found:
-            what = f"from_pretrained of transformers 5 has no {', '.join(f'`{name}`' for name in found)}"
-            fix = "; ".join(f"{name}: {gone[name]}" if len(found) > 1 else gone[name] for name in found)
-            first, what = (sure or found)[0], f"{what}, whatever the value: TypeError"
-            yield Hit((first,), what, fix, severity=None if sure else "warning", line=given[first,][0])
-
-
-@training_rule("warning", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
-def argument_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
-    """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
-    arguments = names("removed_from_TrainingArguments")
-    gone = dict.fromkeys(_PLAIN, arguments) | {"SFTConfig": arguments + names("removed_from_SFTConfig")}
-    gone |= dict.fromkeys(("Trainer", "Seq2SeqTrainer"), names("removed_from_Trainer"))
-    for called, words in (gone | {"SFTTrainer": names("removed_from_SFTTrainer")}).items():
-        package = "TRL 1.16" if called.startswith("SFT") else "transformers 5.23"
-        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        now = dict(word.split("=") for word in words)
-        found = [old for old in now if {f"{way}({old})" for way in ways} & document.uses]
-        given = {one.arg: one.lineno for call in calls(document, called) for one in call.keywords}
-        if found:
-            ways_out = [f"{old} is {now[old]}" if now[old] else f"remove {old}" for old in found]
-            names_ = ", ".join(f"`{old}`" for old in found)
-            what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-            renamed = [old for old in found if now[old].isidentifier() and old in given]
-            changes = tuple(Rename((old,), now[old], given[old]) for old in renamed)
-            fix = f"{', '.join(ways_out)}; or an earlier version"
-            yield Hit((found[0],), what, fix, changes, line=given.get(found[0]))
+        what = f'"{value}" spreads the model over all GPUs, in every process: '
+        stops = "Accelerator.prepare stops, `You can't train a model that has been loaded with "
+        stops += "device_map='auto' in any distributed mode`"
+        own = setup.reader is None and _OWN_LOOP.search(setup.scripts)
+        what += "they share the memory of each" if own else stops
+        severity: Severity | None = "warning" if own else None
+        yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}', severity=severity, line=line)
 
 
 @training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
@@ -241,7 +205,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 differing.setdefault(name, {})[key] = value
         for name, keys in differing.items():
             yield from _differs(config, setup, keys, name, document.get(name))
-        called = [one for one in _PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
+        called = [one for one in PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
         for key, value, name, default in absent if called and document.syntax == "python" else ():
             if value != default:
                 what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
@@ -252,7 +216,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                     fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
                 yield Hit((called[0],), what, fix)
         missing = [row for row in absent if row[1] != row[3]]
-        if missing and document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text:
+        parsed = not setup.scripts or re.search(r"Parser|parse_args|[Ff]ire|argv", setup.scripts)
+        known = document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text
+        if missing and known and parsed:
             each = [f"`--{name}` (default {d}; file: {json.dumps(v)})" for _, v, name, d in missing]
             words = ", ".join(dict.fromkeys(each))  # the optimizer and the scheduler have the learning rate
             others = {"bf16": "fp16", "fp16": "bf16"}  # the Trainer refuses both
@@ -295,15 +261,18 @@ def given_to_trainers(
     """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values = known_values(document, setup) if every else values_of(document)
-    for call in calls(document, *_PLAIN, *names("trl_arguments")):
+    for call in calls(document, *PLAIN, *names("trl_arguments")):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
-            groups.append((_DEFAULTS | own | given, call.lineno))
+            groups.append((DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
+        scripts = [one for one in setup.of("training") if one.syntax == "python"]
+        said = [given for one in scripts for given, _ in given_to_trainers(one, setup, every=True)]
+        written = said[0] if len(said) == 1 else {}  # by the only call, which reads this file
         open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
-        defaults: dict[str, Any] = {name: None if open_ else value for name, value in _DEFAULTS.items()}
+        defaults = {name: None if open_ else written.get(name, value) for name, value in DEFAULTS.items()}
         groups.append((defaults | {**document.values}, None))
     return groups
 
@@ -338,30 +307,6 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
             if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
                 what = f"`{name}` is {asked}, but the Trainer silently uses {used} of {config.name}{does}"
                 yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
-
-
-@training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
-def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
-    """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
-    known, guess = blocks_for(setup.model) if setup.model else (None, None)
-    name = next((one for one in _TARGETS if document.get(one) and document.syntax != "shell"), "")
-    value, fix = document.get(name), _TARGETS.get(name, "")
-    if name == "lora_target" and isinstance(value, str):  # LLaMA-Factory's
-        value = [] if value == "all" else [one.strip() for one in value.split(",")]
-    if isinstance(value, str) and re.fullmatch(r"\w+", value):
-        fix = fix if closest(value, ["all-linear"]) else f'["{value}"]'
-        what = f"{value!r} is text, a pattern that no full name of a module fits: PEFT stops"
-        yield Hit((name,), what, fix)
-    lasts = {str(one): str(one).rpartition(".")[2] for one in value} if isinstance(value, list) else {}
-    parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
-    absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
-    if absent and (not guess or len(absent) == len(lasts)):  # a name may mislead
-        where = f"{setup.model.name if setup.model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
-        what = f"no module of {where} is named {', '.join(absent)}: "
-        some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
-        what += some or "PEFT stops, `not found in the base model`"
-        fix = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
-        yield Hit((name,), what, fix, severity="warning" if some or guess else None)
 
 
 @training_rule("note", "check reads files and runs nothing")

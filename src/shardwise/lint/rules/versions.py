@@ -1,0 +1,96 @@
+"""Names and arguments that newer versions of the libraries do not have."""
+
+import ast
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from shardwise.job.paths import read_bounded
+from shardwise.lint.document import Document
+from shardwise.lint.edit import Rename
+from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.read import is_file
+from shardwise.lint.rules.training import PLAIN, calls, tree_of, values_of
+from shardwise.lint.schema import names, table
+from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.setup import Setup
+
+_OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
+_LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
+_PINS = re.compile(  # `transformers==4.44`, `trl<1`
+    r"\b(?:transformers[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?[0-4]\.|<\s*[0-5]\b)|trl[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?0\.|<\s*1\b))"
+)
+_REMOVED: dict[str, str] = table("removed_imports")
+
+
+def _older(document: Document, setup: Setup) -> bool:
+    """Whether an earlier version of transformers or TRL is installed here, or a file asks for one."""
+    try:
+        installed = version("transformers")
+    except PackageNotFoundError:
+        installed = ""
+    files = [Path(document.name).absolute().parent / name for name in names("requirements")]
+    texts = [document.text, *(one.text for one in setup.documents if one.syntax == "shell")]
+    for one in filter(is_file, files):
+        with suppress(OSError):
+            texts.append(read_bounded(one, 100_000).decode(errors="replace"))
+    return installed.startswith(("3.", "4.")) or any(map(_PINS.search, texts))
+
+
+@training_rule("error", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
+def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
+    arguments = names("removed_from_TrainingArguments")
+    gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
+    for called, words in gone.items():
+        package = "transformers 5.23" if called in _OF_TRANSFORMERS else "TRL 1.16"
+        every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
+        now = dict(word.split("=", 1) for word in every)
+        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
+        for call in calls(document, called):
+            by = ast.unparse(call.func)
+            given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
+            if found := [old for old in now if (old,) in given]:
+                names_ = ", ".join(f"`{old}`" for old in found)
+                what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
+                fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
+                renamed = [old for old in found if now[old].isidentifier()]
+                written = {one.arg: one.lineno for one in call.keywords}
+                sure = [one for one in found if one in written or given[one,][1] != UNKNOWN]
+                changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
+                first, fix = (sure or found)[0], f"{fix}; or an earlier version"
+                severity: Severity | None = None if sure and not _older(document, setup) else "warning"
+                yield Hit((first,), what, fix, changes, severity, given[first,][0])
+
+
+@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
+def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A script's parser of TrainingArguments has the arguments of the installed version only."""
+    text = setup.scripts
+    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search("TrainingArguments|SFTConfig", text)
+    keys = document.flags if parsed and document.syntax == "shell" else frozenset()
+    of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
+    factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
+    keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
+    for word in names("removed_from_TrainingArguments"):
+        old, _, new = word.partition("=")
+        if old in keys and not re.search(rf"\b{old}\b", text):
+            shown = old if of_trainer else f"--{old}"
+            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
+            changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
+            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
+
+
+@training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
+def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+    """Newer versions have no such name: ImportError."""
+    for node in ast.walk(tree_of(document)):
+        if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
+            continue
+        package = str(node.module).partition(".")[0]
+        for alias in node.names:
+            if now := _REMOVED.get(f"{package}.{alias.name}"):
+                what = f"{package} has no `{alias.name}` any more: ImportError"
+                yield Hit((), what, now, line=node.lineno)
