@@ -1,10 +1,12 @@
 # Sourced by the run scripts: `row SECONDS SCRIPT ARGUMENT...` runs one row and keeps its line of JSON.
-# $ONLY, a regular expression, names the rows to run: a machine lent for minutes makes a file's rows in several calls.
+# $name is that of the result file. $ONLY, a regular expression, names the rows to run, which are added to those of
+# earlier calls: a machine lent for minutes makes a file in several.
 # `site=FOLDER row ...` runs it with the packages of a folder (pip install --target) before the others.
 python=${PYTHON:-python3}
 out=${OUT:-$here/results}
 mkdir -p "$out"
-lines=$out/rows.jsonl
+lines=$out/$name.jsonl
+[ -n "${ONLY:-}" ] || : >"$lines"
 export PYTHONPATH=$here/../../src:${PYTHONPATH:-} TOKENIZERS_PARALLELISM=false
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
 
@@ -27,5 +29,6 @@ row() {
 
 finish() {
   rm -f "$out/stdout.txt" "$out/stderr.txt"
-  "$python" "$here/collect.py" "$lines" >"$out/$1.json"
+  "$python" "$here/collect.py" "$lines" >"$out/$name.json"
+  [ -n "${ONLY:-}" ] || rm "$lines"
 }

@@ -6,6 +6,7 @@
 # LONG=1 lets the two fastest run longer: shardwise records kinds of micro-batches, most of them in the first steps.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+name=1gpu${NF4:+-nf4}${LONG:+-long}
 . "$here/rows.sh"
 assets=${ASSETS:-/tmp/shardwise-bench/8b}
 weights=${UNSLOTH:+--weights}${LLAMAFACTORY:+--weights}
@@ -24,14 +25,14 @@ if [ -n "${NF4:-}" ]; then
   unsloth "${capped[@]}"
   unsloth "${capped[@]}" --checkpointing
   unsloth "${capped[@]}" --micro-batch 2 --checkpointing
-  finish 1gpu-nf4
+  finish
   exit
 fi
 if [ -n "${LONG:-}" ]; then
   steps="--steps 120 --warmup 80"
   ours --micro-batch 2
   unsloth --micro-batch 2
-  finish 1gpu-long
+  finish
   exit
 fi
 ours --micro-batch 2
@@ -44,4 +45,4 @@ unsloth --micro-batch 2 --checkpointing
 row 120 trl_sft.py --assets "$assets" $steps --tuned --micro-batch 2
 row 120 trl_sft.py --assets "$assets" $steps --tuned --packing wrapped --micro-batch 2
 row 120 bare.py --assets "$assets" $steps --lora 16 --micro-batch 2
-finish 1gpu
+finish

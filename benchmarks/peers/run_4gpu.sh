@@ -3,6 +3,7 @@
 #   run_4gpu.sh TEXT...        results in $OUT, or results/ next to this script
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
+name=4gpu
 . "$here/rows.sh"
 assets=${ASSETS:-/tmp/shardwise-bench/7b}
 [ -e "$assets/text.jsonl" ] || "$python" "$here/make_assets.py" --shape llama-2-7b --out "$assets" "$@" || exit 1
@@ -21,4 +22,4 @@ for strategy in zero2 fsdp2 zero3; do
   row 100 shardwise_run.py "${shape[@]}" --processes 4 --strategy $strategy --checkpointing full
 done
 row 200 shardwise_run.py "${shape[@]}" --processes 4 --strategy zero3-offload --checkpointing full --steps 5 --warmup 2
-finish 4gpu
+finish
