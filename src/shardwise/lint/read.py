@@ -37,6 +37,7 @@ _JOB = frozenset(json_schema.names_below(()))
 _ACCELERATE = frozenset(names("accelerate_files"))
 _TRAINING = frozenset(names("training_files"))
 _TRAINERS_FSDP = {"auto_wrap_policy", "reshard_after_forward", "transformer_layer_cls_to_wrap"}
+_OF_TRAINER = {"per_device_train_batch_size", "num_train_epochs", "gradient_accumulation_steps"}  # of no job
 _IN_BOTH = {"gradient_accumulation_steps", "bf16", "fp16"}  # keys that both DeepSpeed and the Trainer have
 DEEPSPEED_YAML = "DeepSpeed keys in YAML: DeepSpeed reads JSON"
 _DEEPSPEED = {"zero_optimization", "gradient_clipping", "train_micro_batch_size_per_gpu", "steps_per_print"}
@@ -149,7 +150,9 @@ def _notebook(text: str, name: str) -> Document:
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
     keys = {key for key, value in values.items() if value is not None}  # `fsdp_config: null` says nothing
-    if "model" in keys and ("data" in keys or "strategy" in keys) and len(keys - _JOB) < len(keys & _JOB):
+    theirs = any(isinstance(one, Mapping) and _OF_TRAINER & one.keys() for one in values.values())
+    ours = "model" in keys and ("data" in keys or "strategy" in keys) and not theirs
+    if ours and len(keys - _JOB) < len(keys & _JOB):
         return "job"
     if keys & _ACCELERATE:
         return "accelerate"

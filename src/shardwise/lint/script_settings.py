@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -15,6 +15,7 @@ from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
 
+_COMMENTED = re.compile(r"(?m)^\s*#.*get_peft_model\(")
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
@@ -79,12 +80,14 @@ class Settings:
         functions = {one[0] for one in scopes if not any(isinstance(part, ast.ClassDef) for part in one)}
         if after & {*trains} or len(functions) > 1:
             self.trainings = [one.lineno for one in trains]
+        after |= {*_never_read(nodes)} if calls and _COMMENTED.search(text) else set()
         for node in nodes:
             if node not in after:  # what follows the training decides nothing of it
                 self._take(node)
         if (_DDP,) in self._maybe and not any((one,) in self._maybe for one in _SHARDED):
             self.values[_DDP] = True  # the branch is that of several processes
-        self._put(self.tokenizer)
+        if not any("token" in str(name).lower() for _, name in self.tokenizer.values()):  # it holds no model
+            self._put(self.tokenizer)
         if calls:
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
             if not any(one[0].startswith("text by") or one == ("formatting_func",) for one in self.marks):
@@ -346,6 +349,16 @@ def open_value(key: Key) -> Any:
     """What a key of DeepSpeed has where only a run knows it."""
     section = deepspeed_schema().sections.get(key)
     return {"enabled": AUTO} if section and "enabled" in section.keys else AUTO
+
+
+def _never_read(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
+    """LoraConfigs that nothing gets: `model = get_peft_model(model, config)` is a comment."""
+    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
+                if _last(made) == "LoraConfig":
+                    yield made
 
 
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:

@@ -28,7 +28,7 @@ _COMMAND = re.compile(
 )
 # what starts a training without a launcher, for `shardwise init --from`
 _PLAIN = re.compile(
-    rf"{_BEFORE}"
+    rf"{_BEFORE}(?:[\w.~-]*/)*"
     r"(python3?(?![ \t]+-c)(?=(?:[ \t]|\\\n)(?:[^\n]|(?<=\\)\n){0,2000}?(?:\.py|-m[ \t]))|"
     r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]|\\\n))",
     re.MULTILINE,
@@ -167,7 +167,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             script = word.endswith(".py")
             if before_script and (script or launcher == "swift"):
                 yield "script" if script else launcher, word, line  # `pt` of `swift pt`
-            before_script = before_script and word.startswith("$")
+            before_script = before_script and word.startswith("$") and not script
 
 
 def _more(words: deque[tuple[str, int]], flag: str) -> bool:

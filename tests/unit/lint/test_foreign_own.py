@@ -46,6 +46,67 @@ CASES |= {
         (),
         (),
     ),
+    "a tokenizer's folder": (
+        {
+            "train.py": "from transformers import AutoTokenizer\nfrom own import Net\ntok = AutoTokenizer.from_pretrained('./tokenizer')\nmodel = Net(dim=64)\nfor step in range(9):\n    model(step).backward()\n"
+        },
+        {"model.source": "fill-in-the-model"},
+        ("model.source: no file says it",),
+        (),
+    ),
+    "all modules, and a system prompt, of a command": (
+        {
+            "run.sh": "swift sft --model a/b --target_modules all --lora_rank 8 --system 'You are a cat.' --learning_rate 1e-4\n"
+        },
+        {"model.lora.targets": "all-linear", "data.system": "You are a cat."},
+        (),
+        (),
+    ),
+    "a system prompt of LLaMA-Factory": (
+        {
+            "a.yaml": "model_name_or_path: a/b\nstage: sft\ntemplate: qwen\ndefault_system: You are a cat.\nlearning_rate: 1e-4\n"
+        },
+        {"data.system": "You are a cat."},
+        (),
+        (),
+    ),
+    "adapters in a comment": (
+        {
+            "train.py": HF
+            + "from peft import LoraConfig, get_peft_model\nconfig = LoraConfig(r=8)\n# model = get_peft_model(model, config)\nTrainer(model, TrainingArguments('o')).train()\n"
+        },
+        NO_LORA,
+        (),
+        (),
+    ),
+    "a script's path in a variable": (
+        {
+            "run.sh": 'DIR=$(dirname $0)\npython "$DIR/train.py" --model_name_or_path c/d --learning_rate 1e-4\n'
+        },
+        {"model.source": "c/d", "optimizer.learning_rate": 1e-4},
+        (),
+        (),
+    ),
+    "a python with its path": (
+        {"run.sh": "A=1 /opt/x.y/bin/python3 -u train.py --model_name_or_path c/d --learning_rate 1e-4\n"},
+        {"model.source": "c/d", "optimizer.learning_rate": 1e-4},
+        (),
+        (),
+    ),
+    "a python of a folder": (
+        {"run.sh": ".venv/bin/python train.py --model_name_or_path c/d --learning_rate 1e-4\n"},
+        {"model.source": "c/d", "optimizer.learning_rate": 1e-4},
+        (),
+        (),
+    ),
+    "sections with a job's names": (
+        {
+            "a.yaml": "model: {model_name_or_path: c/d}\ndata: {train_file: a.jsonl}\ntraining: {learning_rate: 1e-4, num_train_epochs: 2, per_device_train_batch_size: 2}\n"
+        },
+        {"optimizer.learning_rate": 1e-4, "train.epochs": 2, "train.micro_batch": 2},
+        (),
+        (),
+    ),
     "on in a command": (
         {"run.sh": "python train.py --lora_r 64 --output_dir o\n", "train.py": ARGUMENTS},
         {"model.lora.rank": 64},

@@ -466,3 +466,31 @@ def test_a_job_is_made_of_no_script_that_only_starts_others(tmp_path: Path) -> N
     run.write_text("export A=1\nsbatch --nodes=2 elsewhere.sh\n")
     with pytest.raises(UnreadableError, match="it has no deepspeed"):
         read(run.read_text(), str(run), other="training")
+
+
+def test_a_condition_that_is_set_by_itself_ends(tmp_path: Path) -> None:
+    for name, value in (("args.kept", "args.kept and not args.other"), ("kept", "not kept or rank")):
+        body = f"def main(args, kept, rank):\n    {name} = {value}\n    if {name}:\n        model.save_pretrained('o')\n"
+        assert (
+            found(
+                tmp_path,
+                train_py=f"from transformers import Trainer\nmodel = None\n{body}    Trainer(model).train()\n",
+            )
+            == []
+        )
+
+
+def test_deepspeeds_scheduler_has_a_warm_up_whatever_the_arguments_name(tmp_path: Path) -> None:
+    script = "from transformers import Trainer, TrainingArguments\nargs = TrainingArguments('o', deepspeed='ds.json', "
+    script += "lr_scheduler_type='constant', warmup_steps=30)\nTrainer(model, args).train()\n"
+    settings = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    warm = settings | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
+    assert found(tmp_path, "schedule-ignores-it", train_py=script, ds_json=json.dumps(settings))
+    assert not found(tmp_path, "schedule-ignores-it", train_py=script, ds_json=json.dumps(warm))
+
+
+def test_a_lora_config_that_only_a_comment_uses_is_an_error(tmp_path: Path) -> None:
+    script = "from peft import LoraConfig, get_peft_model\nfrom transformers import Trainer\nconfig = LoraConfig(r=8)\n"
+    script += "{}model = get_peft_model(model, config)\nTrainer(model=model).train()\n"
+    assert found(tmp_path, "adapters-are-not-used", train_py=script.format("# "))
+    assert not found(tmp_path, "adapters-are-not-used", train_py=script.format(""))

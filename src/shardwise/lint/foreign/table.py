@@ -94,7 +94,7 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
     word = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if rule == "model.lora.targets" and word in ("all-linear", "ALL", "DEFAULT"):  # the last are ms-swift 2's
+    if rule == "model.lora.targets" and word in ("all-linear", "all", "ALL", "DEFAULT"):  # of ms-swift 2
         return reason(key, word) if word == "DEFAULT" else [f"{rule}=all-linear"]
     if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
         return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"

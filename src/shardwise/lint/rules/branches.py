@@ -33,10 +33,14 @@ def spelled_out(test: ast.expr, known: Values, deep: int = 5) -> ast.expr:
 
 def on_one(test: ast.expr, known: Values) -> bool:
     """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
-    test = spelled_out(test, known)
+    return _on_one(spelled_out(test, known), known)
+
+
+def _on_one(test: ast.expr, known: Values) -> bool:
+    """The same of a condition that is spelled out."""
     text = ast.unparse(test)
     if isinstance(test, ast.BoolOp):
-        parts = [on_one(one, known) for one in test.values if not _ALONE.search(ast.unparse(one))]
+        parts = [_on_one(one, known) for one in test.values if not _ALONE.search(ast.unparse(one))]
         return any(parts) and (isinstance(test.op, ast.And) or all(parts))
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not rank`
         inner = ast.unparse(test.operand)

@@ -78,8 +78,9 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((), what, fix, severity="warning", line=lost.lineno)
     nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
     read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    trains = re.search(r"trainer\.train\(|\.backward\(", document.text)
-    for node in nodes if trains and not _GIVES_ADAPTERS.search(setup.scripts) else ():
+    trains = re.search(r"rainer\b.*\.train\(|\.backward\(", document.text)
+    code = re.sub(r"(?m)^\s*#.*", "", setup.scripts)
+    for node in nodes if trains and not _GIVES_ADAPTERS.search(code) else ():
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=made)) if name not in read:
                 if ast.unparse(made).endswith("LoraConfig"):
@@ -222,11 +223,12 @@ def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_...")
 def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule has no such part, or takes the number as something else."""
+    decided = any(one.section("scheduler") for one in setup.of("deepspeed"))  # by DeepSpeed, with a warm-up
     for given, line in given_to_trainers(document, setup, every=True):
         rate, kind = given.get("learning_rate"), str(given.get("lr_scheduler_type")).lower()
         for name in ("warmup_ratio", "warmup_steps"):
             asked = isinstance(given.get(name), int | float) and given[name] > 0
-            if asked and re.fullmatch(r"(\w+\.)?constant", kind):
+            if asked and not decided and re.fullmatch(r"(\w+\.)?constant", kind):
                 at = document.line((name,)) if document.get(name) == given[name] else line
                 what = f"the schedule `constant` has no warm-up: `{name}` {given[name]} is ignored"
                 yield Hit((name,), what, "constant_with_warmup", line=at)
