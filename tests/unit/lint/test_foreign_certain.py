@@ -119,7 +119,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a file without clipping": (
         {"ds.json": '{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 2}'},
         {"optimizer.clip_norm": 0},
-        "assumed, as DeepSpeed without gradient_clipping does",
+        "assumed, as DeepSpeed before 0.19.3 without gradient_clipping, which later clips at 1.0, does",
     ),
     "adapters that are off": (
         {"a.yaml": "model_name_or_path: a/b\nfinetuning_type: full\nlora_rank: 8\nper_device_train_batch_size: 2\n"},

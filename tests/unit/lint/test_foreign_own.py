@@ -70,6 +70,23 @@ CASES |= {
         (),
         (),
     ),
+    "deepspeed's settings in place of its file": (
+        {
+            "a.yaml": "model_name_or_path: a/b\nstage: sft\nlearning_rate: 1e-4\ndeepspeed:\n  zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}\n  train_micro_batch_size_per_gpu: 1\n"
+        },
+        {"strategy.stage": 2, "strategy.offload_optimizer": "cpu"},
+        (),
+        ("deepspeed.zero_optimization",),
+    ),
+    "several data sets": (
+        {
+            "train.py": HF
+            + "from datasets import concatenate_datasets, load_dataset\na = load_dataset('json', data_files='a.jsonl')\nrows = concatenate_datasets([a, load_dataset('o/b')])\nTrainer(model, TrainingArguments('o'), train_dataset=rows).train()\n"
+        },
+        {},
+        ("write data.train, the files of all data sets that the script joins",),
+        (),
+    ),
     "adapters in a comment": (
         {
             "train.py": HF

@@ -70,6 +70,10 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             inner += held
             loaded |= inputs.loaded
     asked = {Path(one).resolve() for one in files}
+    for at, one in enumerate(plain):
+        if one.kind == "training" and one.section("deepspeed"):
+            plain[at], held_in = _apart(one)
+            inner.append(held_in)
     plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
     order = {one.name: place for place, one in enumerate(documents)}
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
@@ -84,6 +88,16 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
         said += [f"{lost} {one.name}:{one.first}" for one in inner]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _apart(document: Document) -> tuple[Document, Document]:
+    """A YAML file, and DeepSpeed's settings that it has in place of the name of a file."""
+    within = {key: mark for key, mark in document.marks.items() if key[0] == "deepspeed"}
+    marks = {key[1:]: mark for key, mark in within.items() if key[1:]}
+    values = {key: value for key, value in document.values.items() if key != "deepspeed"}
+    rest = {key: mark for key, mark in document.marks.items() if key not in within}
+    held = replace(document, kind="deepspeed", values=document.section("deepspeed"), marks=marks)
+    return replace(document, values=values, marks=rest), held
 
 
 def _called(script: Document, documents: Sequence[Document]) -> Document:
