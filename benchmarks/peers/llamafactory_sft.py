@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory.train.tuner import run_exp
-from trainer_rows import StepClock, arguments_of, cap_memory, emit_row
+from trainer_rows import StepClock, arguments_of, cap_memory, emit_row, settings
 
 
 class RowClock(StepClock):
@@ -47,14 +47,7 @@ def job(arguments, folder: str) -> dict[str, Any]:
         "packing": True,
         "preprocessing_num_workers": 1,
         "overwrite_cache": True,
-        "output_dir": f"{folder}/output",
-        "per_device_train_batch_size": arguments.micro_batch,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-4,
-        "max_steps": arguments.steps,
-        "logging_steps": 5,
-        "save_strategy": "no",
-        "report_to": "none",
+        **settings(arguments, f"{folder}/output"),
         "bf16": True,
         "flash_attn": "sdpa",
         "enable_liger_kernel": True,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Clock, emit, peak_memory, row
+from common import Clock, documents, emit, peak_memory, row
 from transformers import TrainerCallback
 
 
@@ -55,6 +55,28 @@ def arguments_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--memory-cap", type=float, help="GiB of the GPU that the process may use")
     return parser
+
+
+def settings(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """The Trainer's arguments that all of these rows have."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": arguments.micro_batch,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-4,
+        "max_steps": arguments.steps,
+        "logging_steps": 5,
+        "report_to": "none",
+        "save_strategy": "no",
+        "dataloader_drop_last": True,
+    }
+
+
+def texts(arguments: argparse.Namespace) -> list[str]:
+    """The documents, as often as the steps need them, for programs that pack them."""
+    found = documents(arguments.assets)
+    characters = arguments.steps * arguments.micro_batch * arguments.sequence * 8
+    return found * -(-characters // sum(map(len, found)))
 
 
 def cap_memory(gib: float | None) -> None:

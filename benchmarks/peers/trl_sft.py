@@ -14,10 +14,9 @@ import tempfile
 import warnings
 
 import torch
-from common import documents
 from datasets import Dataset
 from peft import LoraConfig
-from trainer_rows import Counting, StepClock, arguments_of, cap_memory, emit_row
+from trainer_rows import Counting, StepClock, arguments_of, cap_memory, emit_row, settings, texts
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -34,8 +33,6 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    texts = documents(arguments.assets)
-    texts *= -(-arguments.steps * arguments.micro_batch * arguments.sequence * 8 // sum(map(len, texts)))
     tuned = {"use_liger_kernel": True, "gradient_checkpointing": False, "optim": "adamw_torch_fused"}
     lora = LoraConfig(
         r=arguments.lora, lora_alpha=2 * arguments.lora, target_modules="all-linear", task_type="CAUSAL_LM"
@@ -45,19 +42,13 @@ def main() -> None:
         trainer = SFTTrainer(
             model=model,
             args=SFTConfig(
-                output_dir=folder,
                 max_length=arguments.sequence,
                 packing=True,
                 packing_strategy=arguments.packing,
-                per_device_train_batch_size=arguments.micro_batch,
-                learning_rate=1e-4,
-                max_steps=arguments.steps,
-                logging_steps=5,
-                report_to="none",
-                save_strategy="no",
+                **settings(arguments, folder),
                 **(tuned if arguments.tuned else {}),
             ),
-            train_dataset=Dataset.from_dict({"text": texts}),
+            train_dataset=Dataset.from_dict({"text": texts(arguments)}),
             processing_class=AutoTokenizer.from_pretrained(arguments.assets / "model"),
             peft_config=lora,
             callbacks=[clock],

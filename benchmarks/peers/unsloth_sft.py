@@ -14,9 +14,9 @@ import tempfile
 
 import unsloth  # isort: skip  # before transformers and TRL, whose parts it replaces
 import torch
-from common import documents, packed_rows
+from common import packed_rows
 from datasets import Dataset
-from trainer_rows import Counting, StepClock, arguments_of, cap_memory, emit_row
+from trainer_rows import Counting, StepClock, arguments_of, cap_memory, emit_row, settings, texts
 from trl import SFTConfig, SFTTrainer
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -55,16 +55,9 @@ def main() -> None:
         trainer = SFTTrainer(
             model=model,
             args=SFTConfig(
-                output_dir=folder,
                 max_length=arguments.sequence,
                 packing=arguments.packing,
-                per_device_train_batch_size=arguments.micro_batch,
-                gradient_accumulation_steps=1,
-                learning_rate=1e-4,
-                max_steps=arguments.steps,
-                logging_steps=5,
-                report_to="none",
-                save_strategy="no",
+                **settings(arguments, folder),
                 bf16=True,
                 optim="adamw_torch_fused",
                 dataset_text_field="text",
@@ -84,9 +77,7 @@ def rows(arguments) -> Dataset:
     if not arguments.packing:
         ids = packed_rows(arguments.assets, arguments.sequence, arguments.steps * arguments.micro_batch)
         return Dataset.from_dict({"input_ids": ids.tolist()})
-    texts = documents(arguments.assets)
-    texts *= -(-arguments.steps * arguments.micro_batch * arguments.sequence * 8 // sum(map(len, texts)))
-    return Dataset.from_dict({"text": texts})
+    return Dataset.from_dict({"text": texts(arguments)})
 
 
 if __name__ == "__main__":

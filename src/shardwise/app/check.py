@@ -27,8 +27,6 @@ from shardwise.lint.tiny import Tiny, tiny_of
 from shardwise.planner.planning import Making, make_plan
 
 TINY_SECONDS = 120.0  # of silence: importing torch and DeepSpeed on a busy machine takes a good part of it
-
-
 _OF_DEFAULTS = ("throughput-timer", "clipping-default")  # which nearly every file has: others come first
 
 

@@ -76,8 +76,10 @@ class Tracer:
             batch = objective.batch_kind.on_meta(rows, self._sequence_length, single_segment_rows=single)
             try:
                 recorder = _record(objective, part, batch, self._target)
-            except NotImplementedError as error:  # torch's, where a result's size depends on values
-                what = f"the model's own code depends on values, which a plan has not: {model_code(error)}"
+            except NotImplementedError as error:  # torch's, such as a result whose size depends on values
+                if not (place := model_code(error)):
+                    raise
+                what = f"the model's own code calls what cannot be computed without values, {place}"
                 fix = "train with a strategy by its name, such as `strategy: zero3`, which needs no plan"
                 raise JobError(what, where="model.source", fix=fix) from None
         marked = mark_gradients(recorder.events)

@@ -123,7 +123,7 @@ def explained(ready: Ready) -> Iterator[None]:
             raise
         trace = traceback.format_exc()
         where = location.find(error.__traceback__, cause.__traceback__)
-        for failed in (error, cause):  # frees the step's tensors; the loop keeps the engine
+        for failed in {error, cause}:  # frees the step's tensors; the loop keeps the engine
             release_frames(failed)
         found = _evidence(cause, where, ready)
     else:

@@ -323,12 +323,9 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
         open_ += [f"`{name}`" for name in unknown if name not in given]
     if open_:
         what = f"only a run knows the values of {', '.join(open_)}: no rule judged them"
-        fix = (
-            "write them in the script"
-            if others
-            else "name the command or file with the values, too, or write "
-        )
-        yield Hit((), what, fix + "them in the script" * (not others))
+        fix = "write them in the script"
+        fix = fix if others else f"name the command or file with the values, too, or {fix}"
+        yield Hit((), what, fix)
     elif _OF_FRAMEWORKS & document.values.keys():
         what = "only batch, precision, quantisation, LoRA and the Trainer's arguments are judged of this file"
         yield Hit((), what, f"`shardwise init --from {document.name}` reads more, and says what it leaves")
