@@ -22,6 +22,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def rows_of(table: Mapping[str, Any]) -> list[Row]:
         "ran": "yes",
         "states": "fp32",
         "attention": "second",
+        "adapters": "bf16",
     }
     return [
         {**defaults, **table["common"], **dict(zip(table["columns"], row, strict=True)), "table": table["id"]}
@@ -147,6 +149,59 @@ def _objective(loss: str) -> Any:
     return EntireLogits
 
 
+def _half(value: Any) -> Any:
+    import torch
+
+    return value.to(torch.bfloat16)
+
+
+@cache
+def _linear4bit(linear: Any, returns_half: bool) -> Any:
+    """As bitsandbytes' Linear4bit: a product in half precision, and its result in the input's format."""
+
+    class Linear4bit(linear):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            y = super().forward(_half(x))
+            return y if returns_half else y.to(x.dtype)
+
+    return Linear4bit
+
+
+def _as_peft(model: Any, adapters: str) -> None:
+    """Adapters as PEFT and transformers' Trainer have them: in fp32.
+
+    `fp32`: a layer's input is cast for them, and they multiply in fp32. `autocast`: it is cast, too, and the
+    products are in half precision. `prepared`: prepare_model_for_kbit_training makes norms, embeddings and
+    the head fp32 as well, and so the hidden state; PEFT's 4-bit layers leave casts to autocast.
+    """
+    import torch
+    from peft.tuners.lora import LoraLayer
+    from torch.nn.functional import linear
+
+    from shardwise.kernels.quantized_linear import QuantizedLinear
+
+    class Autocast(torch.nn.Linear):
+        """A product in half precision, of a weight and inputs in fp32."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return linear(_half(x), _half(self.weight))
+
+    for name, module in model.named_modules():
+        if ".lora_" in name or (adapters == "prepared" and not isinstance(module, QuantizedLinear)):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.float()
+    for name, module in model.named_modules() if adapters != "fp32" else ():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = adapters == "autocast"
+        elif name.endswith("rotary_emb"):
+            module.register_forward_hook(lambda _, __, found: tuple(map(_half, found)))
+        elif isinstance(module, QuantizedLinear):
+            # The kernel of attention casts: here the products before it do
+            module.__class__ = _linear4bit(type(module), bool(re.search(r"\.[qkv]_proj", name)))
+        elif type(module) is torch.nn.Linear and module.weight.dtype == torch.float32:
+            module.__class__ = Autocast
+
+
 @contextmanager
 def as_published(row: Row) -> Iterator[None]:
     """Within, models are built, traced and timed with the authors' loss and kernels.
@@ -156,12 +211,23 @@ def as_published(row: Row) -> Iterator[None]:
     """
     from shardwise.trace import functions
     from shardwise.trace import job as tracing
+    from shardwise.trace import trace as tracer
 
     with ExitStack() as stack:
         if row["loss"] != "fused":
             stack.enter_context(patch.object(tracing, "objective_of", lambda _: _objective(row["loss"])))
+        if row["adapters"] != "bf16":
+            build = tracer.build_model
+
+            def built(*arguments: Any, **named: Any) -> Any:
+                found = build(*arguments, **named)
+                _as_peft(found.model, row["adapters"])
+                return found
+
+            stack.enter_context(patch.object(tracer, "build_model", built))
         if row["kernels"] == "plain":
             stack.enter_context(patch.object(functions, "liger_kernels", lambda _: frozenset()))
+        if row["kernels"] == "plain" or row["adapters"] != "bf16":
             stack.enter_context(patch.object(functions, "fuse_adapters", lambda *_: []))
         if row["attention"] == "first":
             shares = {"forward": {"128": 0.40}, "backward": {"128": 0.30}}
@@ -232,7 +298,7 @@ def groups(rows: Sequence[Row]) -> list[list[Row]]:
     for row in rows:
         capability = parse_hardware(row["gpus"]).gpu.capability
         keys = ("model", "sequence", "lora", "quantization", "loss", "kernels", "attention", "dropout")
-        named = (*(row[key] for key in keys), str(row.get("targets")), capability)
+        named = (*(row[key] for key in keys), row["adapters"], str(row.get("targets")), capability)
         found.setdefault(named, []).append(row)
     return sorted(found.values(), key=len, reverse=True)
 

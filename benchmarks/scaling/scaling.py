@@ -36,10 +36,10 @@ STRATEGIES = ("zero2", "zero3", "fsdp2")
 NODES = {1: "H200", 2: "2xH200", 4: "4xH200", 8: "8xH200"}
 NODES |= {8 * nodes: f"{nodes}x8xH200" for nodes in (2, 4, 8, 16, 32, 64, 128)}
 NETWORKS = {
-    "H200, InfiniBand of 400 Gbit/s for each GPU": ("", 0.0),
+    "H200, InfiniBand of 400 Gbit/s for each GPU": ("", None),
     "the same, GPUs' times differ by 5 %": ("", 0.05),
-    "the same, fabric oversubscribed 4 times": ("+ib400/4", 0.0),
-    "one Ethernet adapter of 100 Gbit/s a node": ("+eth100", 0.0),
+    "the same, fabric oversubscribed 4 times": ("+ib400/4", None),
+    "one Ethernet adapter of 100 Gbit/s a node": ("+eth100", None),
 }
 SEED = {"1 GPU, ZeRO-2": 0.95, "4 GPUs, ZeRO-2": 3.6, "4 GPUs, ZeRO-3": 3.4}
 """The table of relative speeds that this page is for; its GPUs, model and batch are not said."""
@@ -56,7 +56,7 @@ def _tracer(model: str, capability: tuple[int, int]) -> JobTracer:
     return JobTracer(Job.model_validate({**job, "data": data}), vocab_size=None, capability=capability)
 
 
-def tokens_per_second(model: str, name: str, gpus: str, spread: float = 0.0) -> float:
+def tokens_per_second(model: str, name: str, gpus: str, spread: float | None = None) -> float:
     """Of one GPU."""
     hardware = replace(parse_hardware(gpus), straggler_fraction=spread)
     rows = MODELS[model]

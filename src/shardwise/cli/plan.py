@@ -43,7 +43,7 @@ SLOWDOWN = typer.Option(
 )
 PARETO = typer.Option("--pareto", help="Show time against energy over strategies and power limits.")
 SCALE = typer.Option(metavar="SIZES", help="Plan for several numbers of GPUs: 1,2,4,8,16x8. Needs --gpus.")
-STRAGGLER = typer.Option(metavar="SHARE", help="Standard deviation of a GPU's step time, as 5%.")
+STRAGGLER = typer.Option(metavar="SHARE", help="Spread of GPUs' step times; 1.5% on several nodes.")
 ALL = typer.Option("--all", help="Show every strategy.")
 EXPLAIN = typer.Option("--explain", help="Show where memory and time go, and what more memory buys.")
 HTML = typer.Option(metavar="FILE", help="Also write one HTML page, which needs nothing else.")

@@ -19,6 +19,11 @@ class Link:
     measured: bool = False  # measured on this machine by `doctor --calibrate`; otherwise the catalog's
 
 
+SPREAD = 0.015
+"""Of equal GPUs of several nodes. Sinha et al. (SC 2022, arXiv 2208.11035) measured five clusters: 8 % lie
+between the whiskers of the box plots, which are 5.4 standard deviations if normal."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Equal nodes of equal GPUs."""
@@ -31,7 +36,7 @@ class Hardware:
     host_link: Link  # between pinned host memory and one GPU, in one direction
     host_memory_bytes: int | None = None  # of one node; None where it is not known
     cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
-    straggler_fraction: float = 0.0  # standard deviation of a GPU's step time, as a share of it
+    straggler_fraction: float | None = None  # stated; see `spread`
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.gpus_per_node} x {self.gpu.name}".removeprefix("1 x ")
@@ -46,6 +51,16 @@ class Hardware:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of a GPU's step time, as a share of it.
+
+        Within a node nothing is assumed: the measured rows that the rates come from include it.
+        """
+        if self.straggler_fraction is not None:
+            return self.straggler_fraction
+        return SPREAD if self.nodes > 1 else 0.0
 
     def to_json(self) -> dict[str, Any]:
         """All of it, so that a plan reads the same under a later catalog; bytes, seconds, FLOP/s, watts."""

@@ -150,7 +150,7 @@ def heading(plan: Plan) -> Iterator[Text]:
         *(f" · {link.name}{' (measured)' if link.measured else ''}" for link in links if link is not None),
         " · copies from the host (measured)" if hardware.host_link.measured else "",
         "" if hardware.host_memory_bytes is None else f" · {gib(hardware.host_memory_bytes)} in each host",
-        f" · GPUs' times differ by {hardware.straggler_fraction:.3g}" if hardware.straggler_fraction else "",
+        f" · GPUs' times differ by {hardware.spread:.1%}" if hardware.spread else "",
     )
     ranked = {"throughput": "fastest first", "memory": "leanest first", "energy": "least energy first"}
     order = ranked[plan.objective] if plan.chosen else "the nearest to fitting first"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from scripts import script
 from shardwise.hardware.parse import parse_hardware
 
+MEMORY = ["allocated_gib", "reserved_gib"]
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "published"
 
 
@@ -83,6 +85,23 @@ def test_a_wrong_fit_contradicts_the_authors(page: ModuleType) -> None:
     said += [("fits", "no result")]
     found = [page.wrong_fit({"fits": fits, "ran": ran}) for fits, ran in said]
     assert found == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(("quantities", "bound"), [(["tokens_per_second"], 0.08), (MEMORY, 0.05)])
+def test_half_of_the_rows_are_close(results: Any, quantities: list[str], bound: float) -> None:
+    found = [result["differences"][quantity] for result in results for quantity in quantities]
+    assert median(abs(one) for one in found if one is not None) <= bound
+
+
+def test_what_peft_prepares_for_4_bits_has_hidden_states_in_fp32(published: ModuleType) -> None:
+    """Two bytes more of what each of 40 checkpointed blocks keeps, and embeddings in fp32."""
+    table = next(table for table in published.load_runs()["table"] if table["id"] == "FA2")
+    rows = {row["id"]: row for row in published.rows_of(table)}
+    prepared, not_prepared = (
+        published.predict_group([rows[name]])[0]["predicted"]["allocated_gib"]
+        for name in ("FA2.17", "FA2.21")
+    )
+    assert prepared - not_prepared == pytest.approx((40 * 4 * 4096 + 49152) * 2304 * 2 / 2**30, rel=0.1)
 
 
 def test_a_row_is_predicted_as_committed(published: ModuleType, results: Any) -> None:

@@ -65,7 +65,7 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
     """
     totals = played.totals
     link, link_to_peers = slowest_links(hardware, strategy)
-    waiting = slowest(strategy.world_size, hardware.straggler_fraction)
+    waiting = slowest(strategy.world_size, hardware.spread)
     return Time(
         step_seconds=waiting * max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
         compute_seconds=totals.compute,
