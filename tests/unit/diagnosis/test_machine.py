@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import py_compile
 import shutil
 import socket
 import subprocess
@@ -91,6 +92,22 @@ def test_a_machine_without_a_loopback_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "create_server", refuse)
     check = machine.ports()
     assert (check.status, "127.0.0.1: Cannot assign" in check.finding) == ("problem", True)
+
+
+@pytest.mark.parametrize(("unset", "status"), [(False, "warning"), (True, "ok")])
+def test_packages_that_each_start_compiles_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unset: bool, status: str
+) -> None:
+    """A container's PYTHONDONTWRITEBYTECODE: importing PEFT took 17.6 s there, and 8.4 s without it."""
+    (tmp_path / "peft.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", not unset)
+    found = machine.python()
+    assert found.status == status
+    assert ("compiles peft again" in found.finding) != unset
+    py_compile.compile(str(tmp_path / "peft.py"))
+    assert machine.python().status == "ok"
 
 
 def test_missing_compilers_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
