@@ -1,6 +1,7 @@
 """A script as it runs: the statements of its functions and methods where it calls them."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -50,6 +51,9 @@ class _Run(ast.NodeTransformer):
 
     def __init__(self, program: ast.Module, others: Mapping[str, tuple[str, str]]) -> None:
         nodes, far = [*ast.walk(program)], list[Any]()  # what other files define
+        self._read = {word for _, text in others.values() for word in re.findall(r"\w+", text)}
+        self._read |= {one.id for one in nodes if isinstance(one, ast.Name)}
+        self._read |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
             file, text = others.get(str(one.module).rpartition(".")[2], ("", ""))
             names = {alias.name for alias in one.names if not alias.asname}
@@ -77,6 +81,10 @@ class _Run(ast.NodeTransformer):
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)
         changed = len(self._called)
+        tests = (ast.unparse(one.test) for one in program.body if isinstance(one, ast.If))
+        if changed or any("__name__" in one for one in tests):  # the script is the one that is started
+            used = [one for one in program.body if not self._unused(one)]
+            changed, program.body = changed + len(program.body) - len(used), used
         for node in ast.walk(program):
             if isinstance(body := getattr(node, "body", None), list):
                 kept = [one for one in body if (getattr(one, "name", ""), one.lineno) not in self._called]
@@ -84,6 +92,10 @@ class _Run(ast.NodeTransformer):
             if isinstance(node, ast.ClassDef) and node.name not in self._made:
                 changed += _joined(node)
         return changed > 0
+
+    def _unused(self, node: ast.stmt) -> bool:
+        """Whether nothing here, and nothing in the other files, names a function."""
+        return isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name not in self._read
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, _LATER):

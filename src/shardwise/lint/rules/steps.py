@@ -9,7 +9,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
-from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
 from shardwise.lint.schema import names
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -18,6 +18,9 @@ _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
+_NO_GRAD = re.compile(
+    r"no_grad|inference_mode|set_grad_enabled|[Ll]ightning|requires_grad_\(False|functorch|func\."
+)
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
 
@@ -223,6 +226,41 @@ def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
             )
             yield Hit((), what, fix, line=last["eval"].lineno if around_it else loop.lineno)
             return
+
+
+@loop_rule("warning", "https://docs.pytorch.org/docs/stable/notes/faq.html: history across the loop")
+def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
+    """A sum of losses keeps the graph of each step: memory grows with every step."""
+    for loop in _loops(document):
+        given = ast.unparse(loop.backward.args[0] if loop.backward.args else loop.backward.func)
+        loss = re.escape(
+            re.sub(r"^\w*scaler\.scale\((.*)\)\.|\.backward$", r"\1", given).removesuffix("backward")
+        )
+        place = around(tree_of(document), loop.backward)
+        for one in (one for one in ast.walk(place) if isinstance(one, ast.AugAssign)):
+            total, text = ast.unparse(one.target), ast.unparse(place)
+            frees = rf"(?m)^ *({loss} = .*(item|float|detach|data)|{total} = )|no_grad|{total}\.backward"
+            if re.match(rf"\S+ \+= {loss}( [*/] .*)?$", ast.unparse(one)) and not re.search(frees, text):
+                what = f"`{total}` keeps the graph of every step: the memory grows until the loop ends"
+                yield Hit((), what, f"{total} += loss.item()", line=one.lineno)
+
+
+@loop_rule("warning", "torch/autograd/grad_mode.py: no_grad")
+def evaluates_with_gradients(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Without `no_grad` an evaluation keeps what a backward pass would need: it takes more memory."""
+    trains = ".backward(" in document.text and not _NO_GRAD.search(setup.scripts)
+    bodies = (getattr(node, "body", None) for node in ast.walk(tree_of(document)) if trains)
+    for body in (one for one in bodies if isinstance(one, list)):
+        evaluated = set[str]()
+        for one in body:
+            called = [ast.unparse(call.func) for call in within(one)]
+            evaluated |= {name.removesuffix(".eval") for name in called if name.endswith(".eval")}
+            evaluated -= {name.removesuffix(".train") for name in called if name.endswith(".train")}
+            passes, trained = evaluated & {*called}, any(name.endswith(".backward") for name in called)
+            if passes and not trained and isinstance(one, ast.For):
+                what = f"nothing turns gradients off where `{min(passes)}` is evaluated: it needs more memory"
+                yield Hit((), what, "`with torch.no_grad():` around the loop", line=one.lineno)
+                return
 
 
 @loop_rule("warning", "torch/optim/adamw.py: the moments are the optimizer's state")
