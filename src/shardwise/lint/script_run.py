@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -51,9 +52,8 @@ class _Run(ast.NodeTransformer):
 
     def __init__(self, program: ast.Module, others: Mapping[str, tuple[str, str]]) -> None:
         nodes, far = [*ast.walk(program)], list[Any]()  # what other files define
-        self._read = {word for _, text in others.values() for word in re.findall(r"\w+", text)}
-        self._read |= {one.id for one in nodes if isinstance(one, ast.Name)}
-        self._read |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+        texts = [ast.unparse(program), *(text for _, text in others.values())]
+        self._words = Counter(re.findall(r"\w+", " ".join(texts)))
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
             file, text = others.get(str(one.module).rpartition(".")[2], ("", ""))
             names = {alias.name for alias in one.names if not alias.asname}
@@ -81,8 +81,7 @@ class _Run(ast.NodeTransformer):
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)
         changed = len(self._called)
-        tests = (ast.unparse(one.test) for one in program.body if isinstance(one, ast.If))
-        if changed or any("__name__" in one for one in tests):  # the script is the one that is started
+        if changed or self._words["__name__"]:  # the script is started: what nothing names does not run
             used = [one for one in program.body if not self._unused(one)]
             changed, program.body = changed + len(program.body) - len(used), used
         for node in ast.walk(program):
@@ -94,8 +93,8 @@ class _Run(ast.NodeTransformer):
         return changed > 0
 
     def _unused(self, node: ast.stmt) -> bool:
-        """Whether nothing here, and nothing in the other files, names a function."""
-        return isinstance(node, ast.FunctionDef) and not node.decorator_list and node.name not in self._read
+        plain = isinstance(node, ast.FunctionDef) and not node.decorator_list
+        return plain and self._words[getattr(node, "name", "")] == 1
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, _LATER):

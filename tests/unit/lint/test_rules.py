@@ -656,11 +656,6 @@ CASES = (
     ),
     Case("share-above-one", KEYS + "lora_dropout: 10", KEYS + "lora_dropout: 0.1"),
     Case(
-        "misspelt-method",
-        LOAD.format("dtype='auto'") + "m.gradient_checkpoint_enable()\n",
-        LOAD.format("dtype='auto'") + "m.gradient_checkpointing_enable()\n",
-    ),
-    Case(
         "unsloth-comes-late",
         "import trl\nfrom unsloth import FastLanguageModel\n",
         "from unsloth import FastLanguageModel\nimport trl\n",
@@ -890,11 +885,6 @@ CASES = (
     Case(
         "sum-keeps-the-graph",
         SUMMED.format("loss", "torch.no_grad()"),
-        SUMMED.format("loss.item()", "torch.no_grad()"),
-    ),
-    Case(
-        "evaluates-with-gradients",
-        SUMMED.format("loss.item()", "range(3)"),
         SUMMED.format("loss.item()", "torch.no_grad()"),
     ),
     Case(

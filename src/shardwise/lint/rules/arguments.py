@@ -102,9 +102,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
         asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
         if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
-            what = (
-                f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
-            )
+            what = f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is "
+            what += "evaluated"
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
         if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
             what = "streamed rows have no length: ValueError `max_steps has to be specified`"
@@ -209,16 +208,11 @@ def _need_numbers(program: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 def _holders(program: ast.Module) -> set[str]:
     """The variables that hold what a parser read."""
-    makers = {"parse_args", "parse_known_args"}
-    for one in ast.walk(program):
-        if isinstance(one, ast.FunctionDef) and any(_last(call.func) == "parse_args" for call in within(one)):
-            makers.add(one.name)
-    held = set[str]()
-    for one in ast.walk(program):
-        match one:
-            case ast.Assign(targets=[target], value=ast.Call(func=made)) if _last(made) in makers:
-                held.add(ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target))
-    return held
+    functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
+    own = [one.name for one in functions if "parse_args(" in ast.unparse(one)]
+    makers = "|".join(["parse_args", "parse_known_args", *own])
+    made = rf"(?m)^ *\(?([\w.]+)(?:, [^=\n]*)? = (?:.*\.)?(?:{makers})\([^()]*\)$"
+    return {*re.findall(made, ast.unparse(program))}
 
 
 def _unchanged(program: ast.Module, name: str, holders: set[str]) -> bool:

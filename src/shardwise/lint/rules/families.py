@@ -207,9 +207,8 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
             what += "which a causal model is to predict from the words before"
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _causal(call) and _MASKED.search(document.text) and not others:
-            what = (
-                "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
-            )
+            what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or "
+            what += "the "
             what += "run stops at rows of different lengths: ValueError `Unable to create tensor`"
             yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 

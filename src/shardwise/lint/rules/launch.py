@@ -115,7 +115,7 @@ def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hi
         plain = (
             name.islower()
             and shows.startswith(SHOWS)
-            and not re.search(r"vllm|sglang", setup.scripts + document.text)
+            and not re.search(r"vllm|sglang", " ".join(one.text for one in setup.documents))
         )
         what = f"{shows} {count} GPUs to {each:g} process{'es' * (each > 1)}: the others stay idle"
         key, line = ((name,), None) if holder is document else ((), document.line(("config_file",)))
@@ -292,9 +292,8 @@ def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
     total = document.number("num_processes") if document.get("launcher") == "accelerate" else None
     machines, (gpus, _kind) = document.number("num_machines") or 1, gpus_of(asked)
     if total and gpus and machines > 1 and total == gpus:
-        what = (
-            f"{total:g} processes over {machines:g} machines: {total / machines:g} of the {gpus} GPUs of each"
-        )
+        what = f"{total:g} processes over {machines:g} machines: {total / machines:g} of the {gpus} GPUs "
+        what += "of each"
         yield Hit(
             ("num_processes",), what, f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
         )

@@ -9,7 +9,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
-from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -18,9 +18,6 @@ _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
-_NO_GRAD = re.compile(
-    r"no_grad|inference_mode|set_grad_enabled|[Ll]ightning|requires_grad_\(False|functorch|func\."
-)
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
 
@@ -123,9 +120,8 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
-            what = (
-                f"the gradients of {count} micro-batches add up: {count} times as large, and cut by clipping"
-            )
+            what = f"the gradients of {count} micro-batches add up: {count} times as large, and cut by "
+            what += "clipping"
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
@@ -144,9 +140,8 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
             always = {*computed[-1].tests} if computed else {*run.tests}
             often = [one for one in clears if {*one.tests} <= always]
             if computed and last in clears and {*last.tests} <= {*run.tests}:
-                what = (
-                    f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: the step "
-                )
+                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: the "
+                what += "step "
                 yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
             elif often and loop.every is not None and {*run.tests} - always:
                 count = ast.unparse(loop.every).removeprefix("self.")
@@ -243,24 +238,6 @@ def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
             if re.match(rf"\S+ \+= {loss}( [*/] .*)?$", ast.unparse(one)) and not re.search(frees, text):
                 what = f"`{total}` keeps the graph of every step: the memory grows until the loop ends"
                 yield Hit((), what, f"{total} += loss.item()", line=one.lineno)
-
-
-@loop_rule("warning", "torch/autograd/grad_mode.py: no_grad")
-def evaluates_with_gradients(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Without `no_grad` an evaluation keeps what a backward pass would need: it takes more memory."""
-    trains = ".backward(" in document.text and not _NO_GRAD.search(setup.scripts)
-    bodies = (getattr(node, "body", None) for node in ast.walk(tree_of(document)) if trains)
-    for body in (one for one in bodies if isinstance(one, list)):
-        evaluated = set[str]()
-        for one in body:
-            called = [ast.unparse(call.func) for call in within(one)]
-            evaluated |= {name.removesuffix(".eval") for name in called if name.endswith(".eval")}
-            evaluated -= {name.removesuffix(".train") for name in called if name.endswith(".train")}
-            passes, trained = evaluated & {*called}, any(name.endswith(".backward") for name in called)
-            if passes and not trained and isinstance(one, ast.For):
-                what = f"nothing turns gradients off where `{min(passes)}` is evaluated: it needs more memory"
-                yield Hit((), what, "`with torch.no_grad():` around the loop", line=one.lineno)
-                return
 
 
 @loop_rule("warning", "torch/optim/adamw.py: the moments are the optimizer's state")
