@@ -73,6 +73,7 @@ class _Run(ast.NodeTransformer):
     def changes(self, program: ast.Module) -> bool:
         """Change a program; whether a call or a class became statements."""
         self.generic_visit(program)
+        started = bool(self._called or self._words["__main__"])  # no module of another script
         node: Any
         for node in ast.walk(program):
             parts: list[Any] = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -81,7 +82,7 @@ class _Run(ast.NodeTransformer):
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)
         changed = len(self._called)
-        if changed or self._words["__name__"]:  # the script is started: what nothing names does not run
+        if started:  # what nothing names does not run
             used = [one for one in program.body if not self._unused(one)]
             changed, program.body = changed + len(program.body) - len(used), used
         for node in ast.walk(program):

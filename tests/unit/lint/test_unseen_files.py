@@ -47,8 +47,11 @@ def test_a_function_that_nothing_calls_is_not_judged(
     assert len(found(tmp_path, "weights-are-elsewhere", train_py=text, ds_json=ZERO_3)) == judged
 
 
-def test_a_function_of_a_module_is_judged(tmp_path: Path) -> None:
-    text = (SAVES % ("pass", "train()")).partition("def train")[0]
+@pytest.mark.parametrize(
+    "more", ["", "logger = get(__name__)\ndef run(x):\n    helper()\ndef helper():\n    pass\n"]
+)
+def test_a_function_of_a_module_is_judged(tmp_path: Path, more: str) -> None:
+    text = (SAVES % ("pass", "train()")).partition("def train")[0] + more
     assert len(found(tmp_path, "weights-are-elsewhere", train_py=text, ds_json=ZERO_3)) == 1
 
 
