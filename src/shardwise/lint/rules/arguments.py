@@ -102,8 +102,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
         asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
         if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
-            what = f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is "
-            what += "evaluated"
+            what = f"`eval_steps` {asked} without an eval strategy, whose default is `no`: "
+            what += "nothing is evaluated"
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
         if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
             what = "streamed rows have no length: ValueError `max_steps has to be specified`"

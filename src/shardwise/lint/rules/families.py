@@ -208,8 +208,7 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _causal(call) and _MASKED.search(document.text) and not others:
             what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or "
-            what += "the "
-            what += "run stops at rows of different lengths: ValueError `Unable to create tensor`"
+            what += "the run stops at rows of different lengths: ValueError `Unable to create tensor`"
             yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 
 
@@ -245,7 +244,7 @@ def no_pad_token(document: Document, setup: Setup) -> Iterator[Hit]:
     parts = [one.lower().split("/") for one in models if document.syntax == "python"]
     without = parts and all(any(one.startswith(names("no_pad_token")) for one in each) for each in parts)
     if pads and without and "pad_token" not in setup.scripts:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
+        what = "this model's tokenizer has no pad token: "
+        what += "ValueError `Asking to pad but the tokenizer does not have a padding token`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))

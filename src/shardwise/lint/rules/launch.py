@@ -24,9 +24,9 @@ _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\
 _COUNTS = ("nodes", "ntasks-per-node")
 _MOST_GPUS = 64  # of a node
 _S = r"(?:[ \t]|\\\n)+"
-_MODULE = re.compile(  # `-m src/train` of Python or a launcher, before the script
+_MODULE = re.compile(  # `-m src/train` of Python or a launcher, before the script; bounded, for rows of many
     rf"(?m)^[^#\n]*\b(?:python3?|torchrun|accelerate{_S}launch|deepspeed|torch\.distributed\.\w+)"
-    rf"(?:{_S}(?!-m\b|--module\b)-[^\s\\]+(?:{_S}(?!\S*\.py)[^-\s\\]\S*)?)*?{_S}(-m|--module){_S}"
+    rf"(?:{_S}(?!-m\b|--module\b)-[^\s\\]+(?:{_S}(?!\S*\.py)[^-\s\\]\S*)?){{0,20}}?{_S}(-m|--module){_S}"
     r"([\w.-]*/[\w./-]+|[\w.]+\.py)(?!\S)"
 )
 _BEFORE = "before the script's name: it is the launcher's"
@@ -74,9 +74,8 @@ def module_flag_and_file(document: Document, _: Setup) -> Iterator[Hit]:
     for found in _MODULE.finditer(document.text if document.syntax == "shell" else ""):
         what = f"`{found[1]}` requires a module's name, and {found[2]} is a file: ModuleNotFoundError"
         name = re.sub(r"\.py$", "", found[2]).strip("./").replace("/", ".")
-        yield Hit(
-            (), what, f"remove {found[1]}; or {found[1]} {name}", line=line_at(document.text, found.start(1))
-        )
+        fix, line = f"remove {found[1]}; or {found[1]} {name}", line_at(document.text, found.start(1))
+        yield Hit((), what, fix, line=line)
 
 
 @training_rule("warning", f"{_RUNNER}: visible_devices, main; apply_num_nodes_and_gpus")
@@ -292,8 +291,8 @@ def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
     total = document.number("num_processes") if document.get("launcher") == "accelerate" else None
     machines, (gpus, _kind) = document.number("num_machines") or 1, gpus_of(asked)
     if total and gpus and machines > 1 and total == gpus:
-        what = f"{total:g} processes over {machines:g} machines: {total / machines:g} of the {gpus} GPUs "
-        what += "of each"
+        what = f"{total:g} processes over {machines:g} machines: "
+        what += f"{total / machines:g} of the {gpus} GPUs of each"
         yield Hit(
             ("num_processes",), what, f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
         )

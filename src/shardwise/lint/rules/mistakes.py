@@ -70,8 +70,8 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
                 "get_peft_model"
             ):
                 model = ast.unparse(first)
-                what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the "
-                what += "Trainer "
+                what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, "
+                what += "and the Trainer "
                 what += "refuses a quantized one"
                 fix = f"{model} = {ast.unparse(lost)}"
                 yield Hit((), what, fix, severity="warning", line=lost.lineno)

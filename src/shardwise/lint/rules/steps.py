@@ -120,8 +120,8 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
-            what = f"the gradients of {count} micro-batches add up: {count} times as large, and cut by "
-            what += "clipping"
+            what = f"the gradients of {count} micro-batches add up: {count} times as large, "
+            what += "and cut by clipping"
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
@@ -140,8 +140,8 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
             always = {*computed[-1].tests} if computed else {*run.tests}
             often = [one for one in clears if {*one.tests} <= always]
             if computed and last in clears and {*last.tests} <= {*run.tests}:
-                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: the "
-                what += "step "
+                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: "
+                what += "the step "
                 yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
             elif often and loop.every is not None and {*run.tests} - always:
                 count = ast.unparse(loop.every).removeprefix("self.")
