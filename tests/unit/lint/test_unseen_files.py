@@ -313,3 +313,10 @@ def test_an_older_name_of_axolotl_is_none_that_is_misspelt(tmp_path: Path) -> No
     assert (
         found(tmp_path, a_yaml=AXOLOTL + KNOWN_KEYS + "model_config:\n  output_router_logits: true\n") == []
     )
+
+
+@pytest.mark.parametrize("value", ["$OPTIM", "${OPTIM:-adamw_torch}"])
+def test_a_word_that_only_the_shell_knows_is_not_judged(tmp_path: Path, value: str) -> None:
+    command = f"torchrun --nproc_per_node 2 train.py --output_dir o --per_device_train_batch_size 1 --optim {value}\n"
+    assert found(tmp_path, "unknown-word", a_sh=command) == []
+    assert len(found(tmp_path, "unknown-word", a_sh=command.replace(value, "adamw_torc"))) == 1
