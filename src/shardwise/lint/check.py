@@ -168,9 +168,8 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     others = [one for one in setup.of("training") if one.name != document.name]
     seen = {False: document, True: as_run(document, others) if document.syntax == "python" else document}
     found = (finding(one, seen[one.runs], hit) for one in held for hit in one.find(seen[one.runs], setup))
-    return [
-        *{(one.rule, one.line, one.key, one.what): one for one in found}.values()
-    ]  # of several calls once
+    once = {(one.rule, one.line, one.key, one.what): one for one in found}  # of several calls
+    return [*once.values()]
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:
@@ -341,20 +340,16 @@ def unreached(setup: Setup) -> list[str]:
             where = f"{file}:{run.at(line) if run.cells else at}"
             said.append(f"the loop at {where} ({are}): zero_grad, sampler, loss division")
     for one in (one for one in setup.of("training") if one.syntax == "shell"):
-        away = [name for name in one.get(STARTS) or () if Path(name).name not in map(os.path.basename, named)]
+        there = {*map(os.path.basename, named)}
+        away = [name for name in one.get(STARTS) or () if Path(name).name not in there]
         if away:
             said.append(f"what {one.name} starts: {', '.join(away)} is not here; name that file, too")
-        away = [
-            name for name in _YAML.findall(one.text) if Path(name).name not in map(os.path.basename, named)
-        ]
-        if away:
-            said.append(
-                f"the settings in {', '.join(dict.fromkeys(away))} of {one.name}: no such file was read"
-            )
+        away = [name for name in _YAML.findall(one.text) if Path(name).name not in there]
+        if files := ", ".join(dict.fromkeys(away)):
+            said.append(f"the settings in {files} of {one.name}: no such file was read")
     if scripts and not _TRAINS.search(setup.scripts):
-        said.append(
-            f"a training loop: {', '.join(one.name for one in scripts)} has no backward pass and no Trainer"
-        )
+        files = ", ".join(one.name for one in scripts)
+        said.append(f"a training loop: {files} has no backward pass and no Trainer")
     return said
 
 

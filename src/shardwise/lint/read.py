@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.job import json_schema
@@ -82,7 +81,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         return replace(read("{" + text + "}", name), text=text, bare=True)
     if start.startswith(("{", "//", "/*")):
         document = read_json(text, name)
-        kind = _kind(document.values)
+        kind = _kind(document, other)
     elif name.endswith(".py") or is_python(text):
         return _script(text, name)
     elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
@@ -91,16 +90,13 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:
         document = read_yaml(text, name)
-        kind = _kind(document.values)
+        kind = _kind(document, other)
         both = kind == "deepspeed" or (kind == "accelerate" and other is None)  # such as Axolotl's
         if both and _TRAINING & document.values.keys():
             kind = other or "training"
         elif kind == "deepspeed" and other is None:
             fix = "write it as JSON; or name the script that reads it and gives DeepSpeed a dict, too"
             raise UnreadableError(DEEPSPEED_YAML, line=1, fix=fix)
-    parts = (part in document.section(key) for key, part in _SECTIONS.items())
-    if other and kind == "deepspeed" and not (_DEEPSPEED & document.values.keys() or any(parts)):
-        kind = other  # settings of the user's own: `optimizer: adamw`
     kind = kind or other
     if kind is None:
         fix = f"name {WHAT}; `shardwise init --from {name}` makes a job file of other settings"
@@ -148,7 +144,8 @@ def _notebook(text: str, name: str) -> Document:
         raise
 
 
-def _kind(values: Mapping[str, Any]) -> Kind | None:
+def _kind(document: Document, other: Kind | None) -> Kind | None:
+    values = document.values
     keys = {key for key, value in values.items() if value is not None}  # `fsdp_config: null` says nothing
     theirs = any(isinstance(one, Mapping) and _OF_TRAINER & one.keys() for one in values.values())
     ours = "model" in keys and ("data" in keys or "strategy" in keys) and not theirs
@@ -159,6 +156,9 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
     if {str(key).removeprefix("fsdp_") for key in keys} & _TRAINERS_FSDP:
         return "training"
     known = set(deepspeed_schema().sections[()].keys)
+    parts = (part in document.section(key) for key, part in _SECTIONS.items())
+    if (other or document.syntax == "yaml") and not (_DEEPSPEED & values.keys() or any(parts)):
+        known = set()  # settings of the user's own: `optimizer: adamw`
     if keys & (known - _IN_BOTH):
         return "deepspeed"
     if keys & _TRAINING:

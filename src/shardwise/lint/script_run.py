@@ -1,6 +1,8 @@
 """A script as it runs: the statements of its functions and methods where it calls them."""
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -50,6 +52,8 @@ class _Run(ast.NodeTransformer):
 
     def __init__(self, program: ast.Module, others: Mapping[str, tuple[str, str]]) -> None:
         nodes, far = [*ast.walk(program)], list[Any]()  # what other files define
+        texts = [ast.unparse(program), *(text for _, text in others.values())]
+        self._words = Counter(re.findall(r"\w+", " ".join(texts)))
         for one in (one for one in nodes if isinstance(one, ast.ImportFrom)):
             file, text = others.get(str(one.module).rpartition(".")[2], ("", ""))
             names = {alias.name for alias in one.names if not alias.asname}
@@ -69,6 +73,7 @@ class _Run(ast.NodeTransformer):
     def changes(self, program: ast.Module) -> bool:
         """Change a program; whether a call or a class became statements."""
         self.generic_visit(program)
+        started = bool(self._called or self._words["__main__"])  # no module of another script
         node: Any
         for node in ast.walk(program):
             parts: list[Any] = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -77,6 +82,9 @@ class _Run(ast.NodeTransformer):
                     self._objects["self"] = self._classes.get(getattr(node, "name", ""))
                     self.generic_visit(one)
         changed = len(self._called)
+        if started:  # what nothing names does not run
+            used = [one for one in program.body if not self._unused(one)]
+            changed, program.body = changed + len(program.body) - len(used), used
         for node in ast.walk(program):
             if isinstance(body := getattr(node, "body", None), list):
                 kept = [one for one in body if (getattr(one, "name", ""), one.lineno) not in self._called]
@@ -84,6 +92,10 @@ class _Run(ast.NodeTransformer):
             if isinstance(node, ast.ClassDef) and node.name not in self._made:
                 changed += _joined(node)
         return changed > 0
+
+    def _unused(self, node: ast.stmt) -> bool:
+        plain = isinstance(node, ast.FunctionDef) and not node.decorator_list
+        return plain and self._words[getattr(node, "name", "")] == 1
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, _LATER):

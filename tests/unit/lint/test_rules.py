@@ -158,6 +158,21 @@ for epoch in range(3):
         optimizer.zero_grad()
     evaluate()
 """
+SUMMED = """import torch
+from mine import data, held_out, model
+optimizer = torch.optim.AdamW(model.parameters())
+total = 0
+for batch in data:
+    loss = model(batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    total += {}
+model.eval()
+print({})
+for batch in held_out:
+    print(model(batch).loss)
+"""
 ACCUMULATED = """from torch.optim import AdamW
 from transformers import get_scheduler
 from mine import model, data, n
@@ -592,11 +607,6 @@ CASES = (
         TRAINER + "TrainingArguments(fsdp='full_shard')\n",
     ),
     Case(
-        "unknown-word",
-        TRAINER + "TrainingArguments('out', lr_scheduler_type='cosin')\n",
-        TRAINER + "TrainingArguments('out', lr_scheduler_type=SchedulerType.COSINE)\n",
-    ),
-    Case(
         "file-replaces-argument",
         TRAINER + "Trainer()\nTrainingArguments('out', bf16=True, lr_scheduler_type='cosine')\n",
         TRAINER + "Trainer()\nTrainingArguments('out', bf16=True, lr_scheduler_type='constant')\n",
@@ -638,6 +648,17 @@ CASES = (
         "named-file-is-missing",
         "accelerate launch --config_file there-is-none.yaml docs/check_page.py",
         "accelerate launch --config_file $here/none.yaml docs/check_page.py",
+    ),
+    Case(
+        "unknown-word",
+        TRAINER + "TrainingArguments('out', lr_scheduler_type='cosin')\n",
+        TRAINER + "TrainingArguments('out', lr_scheduler_type=SchedulerType.COSINE)\n",
+    ),
+    Case("share-above-one", KEYS + "lora_dropout: 10", KEYS + "lora_dropout: 0.1"),
+    Case(
+        "unsloth-comes-late",
+        "import trl\nfrom unsloth import FastLanguageModel\n",
+        "from unsloth import FastLanguageModel\nimport trl\n",
     ),
     Case(
         "argument-was-removed",
@@ -861,6 +882,11 @@ CASES = (
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
     Case("eval-mode-stays", EVALUATES.format("pass"), EVALUATES.format("model.train()")),
+    Case(
+        "sum-keeps-the-graph",
+        SUMMED.format("loss", "torch.no_grad()"),
+        SUMMED.format("loss.item()", "torch.no_grad()"),
+    ),
     Case(
         "saved-state-is-not-loaded",
         LOADS_AGAIN.format("pass"),

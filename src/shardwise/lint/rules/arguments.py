@@ -36,6 +36,7 @@ _OTHERS = {"generation_batch_size", "steps_per_generation"}  # what else makes a
 _ROWS = ("eval_dataset", None)  # None: `**rest`
 _EVALUATES = re.compile(r"\.eval(uation)?_strategy\s*=|\.evaluate\(")
 _PACKAGES = ("transformers", "trl", "peft", "unsloth")
+_PARSERS = ("HfArgumentParser", "TrlParser", "H4ArgumentParser")
 _LETTERS = 3  # names that differ by as many are not renamed by --fix
 NUMBERS = frozenset(_ARGUMENTS["numbers"].split())
 _OF_LOADER = ("batch_size", "num_workers", "prefetch_factor")
@@ -101,9 +102,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
         asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
         if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
-            what = (
-                f"`eval_steps` {asked} without an eval strategy, whose default is `no`: nothing is evaluated"
-            )
+            what = f"`eval_steps` {asked} without an eval strategy, whose default is `no`: "
+            what += "nothing is evaluated"
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)
         if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
             what = "streamed rows have no length: ValueError `max_steps has to be specified`"
@@ -208,16 +208,11 @@ def _need_numbers(program: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 def _holders(program: ast.Module) -> set[str]:
     """The variables that hold what a parser read."""
-    makers = {"parse_args", "parse_known_args"}
-    for one in ast.walk(program):
-        if isinstance(one, ast.FunctionDef) and any(_last(call.func) == "parse_args" for call in within(one)):
-            makers.add(one.name)
-    held = set[str]()
-    for one in ast.walk(program):
-        match one:
-            case ast.Assign(targets=[target], value=ast.Call(func=made)) if _last(made) in makers:
-                held.add(ast.unparse(target.elts[0] if isinstance(target, ast.Tuple) else target))
-    return held
+    functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
+    own = [one.name for one in functions if "parse_args(" in ast.unparse(one)]
+    makers = "|".join(["parse_args", "parse_known_args", *own])
+    made = rf"(?m)^ *\(?([\w.]+)(?:, [^=\n]*)? = (?:.*\.)?(?:{makers})\([^()]*\)$"
+    return {*re.findall(made, ast.unparse(program))}
 
 
 def _unchanged(program: ast.Module, name: str, holders: set[str]) -> bool:
@@ -270,9 +265,13 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
     yield from others
     named = {hit.key[0] for hit in others}
     strange = [name for name in document.values if name not in _FRAMEWORKS | named]
+    if not tool and any(map(_takes_others, setup.of("training"))):
+        return  # the keys of a class that another file has
     of_these = document.syntax in ("yaml", "json") and len(strange) * _STRANGE < len(document.values)
-    for name in strange if of_these and not unread_tool(document) else ():
-        near = None if name in own else _near(str(name), _FRAMEWORKS)
+    nears = {name: _near(str(name), _FRAMEWORKS) for name in strange if name not in own}
+    if not tool and [*nears.values()].count(None) > 1:
+        return  # the settings of a script of the user's own
+    for name, near in nears.items() if of_these and not unread_tool(document) else ():
         if near and not document.has(near):
             sure = abs(len(near) - len(str(name))) < _LETTERS
             stops = "LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it or ignore it"
@@ -280,6 +279,14 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
             changes = (Rename((str(name),), near),) if sure else ()
             severity: Severity = "warning" if lenient or not sure else "error"
             yield Hit((str(name),), what, f"did you mean `{near}`?", changes, severity)
+
+
+def _takes_others(script: Document) -> bool:
+    """Whether a script's parser takes classes that another file of its own has."""
+    nodes = [*ast.walk(tree_of(script))]
+    known = {one.name for one in nodes if isinstance(one, ast.ClassDef)} | _imported(script) | {*_PACKAGES}
+    given = (one for call in calls(script, *_PARSERS) for part in call.args for one in ast.walk(part))
+    return any(isinstance(one, ast.Name) and one.id not in known for one in given)
 
 
 @training_rule("error", "transformers/trainer.py: create_scheduler; axolotl/utils/schemas/validation.py")

@@ -122,9 +122,8 @@ def batch_under_tensor_parallelism(document: Document, _: Setup) -> Iterator[Hit
     """DeepSpeed's check does not divide by autotp_size: the real batch is smaller than the written one."""
     degree, total = document.number("tensor_parallel", "autotp_size") or 0, document.number(TOTAL)
     if degree > 1 and total is not None:
-        what = (
-            f"{degree:g} GPUs share each row, and DeepSpeed counts all: the batch is {total / degree:g} rows"
-        )
+        what = f"{degree:g} GPUs share each row, and DeepSpeed counts all: "
+        what += f"the batch is {total / degree:g} rows"
         fix = f"remove `{TOTAL}` and count micro-batch x accumulation x GPUs / {degree:g}"
         yield Hit((TOTAL,), what, fix)
 

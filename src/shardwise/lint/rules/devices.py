@@ -7,11 +7,12 @@ from pathlib import Path
 from shardwise.lint import shell_values
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
-from shardwise.lint.schema import names
+from shardwise.lint.schema import as_number, names
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
 SHOWS = "CUDA_VISIBLE_DEVICES"
+_EACH = "NPROC_PER_NODE"
 _SHOWN = re.compile(r"^os\.environ\[.CUDA_VISIBLE_DEVICES.\] *= *['\"]([\d,]+)['\"]", re.MULTILINE)
 _SETS = re.compile(rf"{SHOWS}=(?!\$\{{?{SHOWS})")  # `echo NAME=$NAME` does not
 _GRES = re.compile(r"(?:^|,)gpu((?::(?=[\w-]*[A-Za-z])[\w-]+)?)(?::(\d{1,6}))?(?=[,(]|$)")  # no part of a GPU
@@ -69,6 +70,11 @@ def processes_of_node(document: Document, setup: Setup) -> tuple[float, str, Doc
     if document.get("launcher") == "torchrun":
         each = document.number("nproc_per_node") if of_launcher(document, "nproc_per_node") else None
         return (each, "nproc_per_node", document) if each else None
+    if document.get("launcher") in ("llamafactory-cli", "swift"):  # which start torchrun
+        given = as_number(document.environment.get(_EACH, document.get(_EACH)))
+        alone = "swift" not in document.text and "FORCE_TORCHRUN" not in document.text  # for one GPU
+        alone &= "," not in (shown_devices(document, setup) or "")
+        return (given, _EACH, document) if given and not alone and "RAY" not in document.text else None
     named = Path(str(document.get("config_file"))).name if of_launcher(document, "config_file") else None
     files = [one for one in setup.of("accelerate") if Path(one.name).name == named]
     sources = [document, *(one for one in files if one.get("distributed_type") in _ON_GPUS)]

@@ -32,7 +32,10 @@ _LABELS = re.compile(  # what holds the labels, and the input ids that they are
 )
 _ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
-_PADS = re.compile(r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])")
+_PADS = re.compile(
+    r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])|"
+    r"DataCollator(WithPadding|ForSeq2Seq|ForLanguageModeling)\((tokenizer=)?tok\w*[,)]"
+)
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
@@ -204,10 +207,8 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
             what += "which a causal model is to predict from the words before"
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _causal(call) and _MASKED.search(document.text) and not others:
-            what = (
-                "this collator makes labels of the input ids: those with -100 for prompts are lost, or the "
-            )
-            what += "run stops at rows of different lengths: ValueError `Unable to create tensor`"
+            what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or "
+            what += "the run stops at rows of different lengths: ValueError `Unable to create tensor`"
             yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 
 
@@ -236,12 +237,14 @@ def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
-def no_pad_token(document: Document, _: Setup) -> Iterator[Hit]:
+def no_pad_token(document: Document, setup: Setup) -> Iterator[Hit]:
     """A tokenizer without a pad token stops where it is asked to pad."""
-    model, pads = str(document.get("model_name_or_path")).lower(), _PADS.search(document.text)
-    without = any(part.startswith(names("no_pad_token")) for part in model.split("/"))
-    if document.syntax == "python" and pads and without and "pad_token" not in document.text:
-        what = "this model's tokenizer has no pad token: ValueError `Asking to pad but the tokenizer does "
-        what += "not have a padding token`"
+    pads = _PADS.search(document.text) if "Tokenizer" in document.text else None
+    models = (named_models(setup) or {str(document.get("model_name_or_path"))}) if pads else set()
+    parts = [one.lower().split("/") for one in models if document.syntax == "python"]
+    without = parts and all(any(one.startswith(names("no_pad_token")) for one in each) for each in parts)
+    if pads and without and "pad_token" not in setup.scripts:
+        what = "this model's tokenizer has no pad token: "
+        what += "ValueError `Asking to pad but the tokenizer does not have a padding token`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))

@@ -23,6 +23,12 @@ _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
 _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
 _COUNTS = ("nodes", "ntasks-per-node")
 _MOST_GPUS = 64  # of a node
+_S = r"(?:[ \t]|\\\n)+"
+_MODULE = re.compile(  # `-m src/train` of Python or a launcher, before the script; bounded, for rows of many
+    rf"(?m)^[^#\n]*\b(?:python3?|torchrun|accelerate{_S}launch|deepspeed|torch\.distributed\.\w+)"
+    rf"(?:{_S}(?!-m\b|--module\b)-[^\s\\]+(?:{_S}(?!\S*\.py)[^-\s\\]\S*)?){{0,20}}?{_S}(-m|--module){_S}"
+    r"([\w.-]*/[\w./-]+|[\w.]+\.py)(?!\S)"
+)
 _BEFORE = "before the script's name: it is the launcher's"
 _SBATCH = re.compile(r"(?m)^#SBATCH[ \t]+\S+")
 _SRUN_EACH = re.compile(r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-N|-n|--nodes|--ntasks)[ =]?1\b))")
@@ -62,13 +68,14 @@ def nodes_without_hostfile(document: Document, _: Setup) -> Iterator[Hit]:
         yield Hit(("node_rank",), what, "--no_ssh and --hostfile, and the command on each node; or remove it")
 
 
-@training_rule("error", "deepspeed/launcher/launch.py: -m")
+@training_rule("error", "runpy: _get_module_details; run with torchrun 2.13 and Python 3.11")
 def module_flag_and_file(document: Document, _: Setup) -> Iterator[Hit]:
     """The launcher imports the script as a module."""
-    script = document.get("script")
-    if document.get("module") in (True, "true") and isinstance(script, str):
-        what = f"`--module` requires a module's name, and {script} is a file: ModuleNotFoundError"
-        yield Hit(("module",), what, "remove --module")
+    for found in _MODULE.finditer(document.text if document.syntax == "shell" else ""):
+        what = f"`{found[1]}` requires a module's name, and {found[2]} is a file: ModuleNotFoundError"
+        name = re.sub(r"\.py$", "", found[2]).strip("./").replace("/", ".")
+        fix, line = f"remove {found[1]}; or {found[1]} {name}", line_at(document.text, found.start(1))
+        yield Hit((), what, fix, line=line)
 
 
 @training_rule("warning", f"{_RUNNER}: visible_devices, main; apply_num_nodes_and_gpus")
@@ -102,11 +109,16 @@ def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hi
     if not found or not seen or found[0] == seen[0]:
         return
     (each, name, holder), (count, shows) = found, seen
+    flag = f"--{name} " if name.islower() else f"{name}="  # a variable
     if each < count:
-        plain = shows.startswith(SHOWS) and not re.search(r"vllm|sglang", setup.scripts + document.text)
+        plain = (
+            name.islower()
+            and shows.startswith(SHOWS)
+            and not re.search(r"vllm|sglang", " ".join(one.text for one in setup.documents))
+        )
         what = f"{shows} {count} GPUs to {each:g} process{'es' * (each > 1)}: the others stay idle"
         key, line = ((name,), None) if holder is document else ((), document.line(("config_file",)))
-        fix = f"--{name} {count}, or fewer GPUs in {SHOWS}"
+        fix = f"{flag}{count}, or fewer GPUs in {SHOWS}"
         yield from [Hit(key, what, fix, severity="warning", line=line)] if plain and each > 1 else []
         return
     if document.get("launcher") == "torchrun" and not shows.startswith(SHOWS):
@@ -114,8 +126,9 @@ def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hi
     key, all_ = (name,) if holder is document else (), holder.number(name) or each
     where = "" if key else f"{Path(holder.name).name} has {name} {all_:g}: "
     what = f"{where}{shows} {count} GPUs to {each:g} processes: the others stop with `invalid device ordinal`"
-    fix = f"--{name} {count * all_ / each:g}" + f", or the same in {Path(holder.name).name}" * bool(where)
-    yield Hit(key, what, fix, line=document.line((name if key else "config_file",)))
+    fix = f"{flag}{count * all_ / each:g}" + f", or the same in {Path(holder.name).name}" * bool(where)
+    place = name if document.has(name) else "launcher" if key else "config_file"
+    yield Hit(key, what, fix, line=document.line((place,)))
 
 
 @training_rule("error", "argparse: `unrecognized arguments`, `the following arguments are required`")
@@ -278,9 +291,8 @@ def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
     total = document.number("num_processes") if document.get("launcher") == "accelerate" else None
     machines, (gpus, _kind) = document.number("num_machines") or 1, gpus_of(asked)
     if total and gpus and machines > 1 and total == gpus:
-        what = (
-            f"{total:g} processes over {machines:g} machines: {total / machines:g} of the {gpus} GPUs of each"
-        )
+        what = f"{total:g} processes over {machines:g} machines: "
+        what += f"{total / machines:g} of the {gpus} GPUs of each"
         yield Hit(
             ("num_processes",), what, f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
         )

@@ -67,9 +67,8 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
     for name, call in stepped.items() if max(counts, default=1) > 1 else ():
         tests = [ast.unparse(spelled_out(test, values_of(document))) for test, _ in flow.taken(call)]
         if made.get(name) == _INITIALIZE and (by := [one for one in tests if "%" in one]):
-            what = (
-                f"the engine counts micro-batches in `step`: called only where {by[0]}, it accumulates twice"
-            )
+            what = f"the engine counts micro-batches in `step`: called only where {by[0]}, "
+            what += "it accumulates twice"
             yield Hit((), what, f"{name}.step() after each backward", line=call.lineno)
     engines = [*calls(document, "initialize"), *calls(document, "backward")]
     for engine, returned, given in _ENGINE.findall(program):
@@ -80,9 +79,8 @@ def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"`{given}` was given to DeepSpeed: under ZeRO it has no gradients: nothing is trained"
             yield Hit((), what, f"{engine}.step() steps DeepSpeed's own of it", line=stepped[given].lineno)
         elif returned in stepped:
-            what = (
-                f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, or stops at ZeRO-2"
-            )
+            what = f"`{returned}.step()` bypasses the engine: it steps at every micro-batch, "
+            what += "or stops at ZeRO-2"
             yield Hit((), what, f"{engine}.step()", severity="warning", line=stepped[returned].lineno)
 
 

@@ -70,9 +70,8 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
                 "get_peft_model"
             ):
                 model = ast.unparse(first)
-                what = (
-                    f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, and the Trainer "
-                )
+                what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, "
+                what += "and the Trainer "
                 what += "refuses a quantized one"
                 fix = f"{model} = {ast.unparse(lost)}"
                 yield Hit((), what, fix, severity="warning", line=lost.lineno)
@@ -120,9 +119,8 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
             simple = isinstance(by, ast.Assign | ast.Expr | ast.Return) and flow.block(by) is function
             if early and simple and not maybe and "except" not in document.text:
                 line = document.at(first[one.id].lineno)
-                what = (
-                    f"`{one.id}` gets its first value in line {line} of `{function.name}`: UnboundLocalError"
-                )
+                what = f"`{one.id}` gets its first value in line {line} of `{function.name}`: "
+                what += "UnboundLocalError"
                 yield Hit((), what, f"give `{one.id}` a value, or take it as an argument", line=one.lineno)
 
 

@@ -173,9 +173,8 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
             )
             yield Hit((), what, f"{fix}bf16 for both", line=given[0].value.lineno if given else call.lineno)
         elif half and used and _STEPS_ITSELF.search(trains):
-            what = (
-                "the optimizer updates fp16 weights: small gradients become 0, and Adam's eps 1e-8 does, too"
-            )
+            what = "the optimizer updates fp16 weights: small gradients become 0, "
+            what += "and Adam's eps 1e-8 does, too"
             yield Hit((), what, "fp32 weights and autocast, or bf16", severity="warning", line=call.lineno)
     program = program if asked and not scaler else ""
     scaled = "Accelerator(" in program and "unscale" not in program

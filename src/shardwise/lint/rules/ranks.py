@@ -118,9 +118,8 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=line_at(document.text, placed.start()))
         return
     if placed and sets and placed.start() < sets.start():
-        what = (
-            "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, and is below"
-        )
+        what = "every process first puts it on GPU 0: Accelerator() chooses the GPU of a process, "
+        what += "and is below"
         fix = "make the Accelerator first; prepare() moves the model"
         yield Hit((), what, fix, severity="warning", line=line_at(document.text, placed.start()))
         return

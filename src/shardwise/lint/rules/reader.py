@@ -34,9 +34,8 @@ def auto_without_trainer(document: Document, setup: Setup) -> Iterator[Hit]:
     keys = autos(document)
     if setup.reader is None and keys:
         more = "" if len(keys) == 1 else f", and for {len(keys) - 1} more keys"
-        what = (
-            f"it is `auto`{more}: the Trainer and Accelerate fill it in; DeepSpeed itself drops it or stops"
-        )
+        what = f"it is `auto`{more}: the Trainer and Accelerate fill it in; "
+        what += "DeepSpeed itself drops it or stops"
         fix = "nothing, if the Trainer or Accelerate reads it (--reader trainer); else write the values"
         yield Hit(keys[0], what, fix, severity="note")
     for key in keys if setup.reader == "deepspeed" else ():

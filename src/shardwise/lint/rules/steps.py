@@ -120,9 +120,8 @@ def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
-            what = (
-                f"the gradients of {count} micro-batches add up: {count} times as large, and cut by clipping"
-            )
+            what = f"the gradients of {count} micro-batches add up: {count} times as large, "
+            what += "and cut by clipping"
             yield Hit((), what, f"loss = loss / {count} before backward", line=loop.backward.lineno)
 
 
@@ -141,9 +140,8 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
             always = {*computed[-1].tests} if computed else {*run.tests}
             often = [one for one in clears if {*one.tests} <= always]
             if computed and last in clears and {*last.tests} <= {*run.tests}:
-                what = (
-                    f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: the step "
-                )
+                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: "
+                what += "the step "
                 yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
             elif often and loop.every is not None and {*run.tests} - always:
                 count = ast.unparse(loop.every).removeprefix("self.")
@@ -223,6 +221,23 @@ def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
             )
             yield Hit((), what, fix, line=last["eval"].lineno if around_it else loop.lineno)
             return
+
+
+@loop_rule("warning", "https://docs.pytorch.org/docs/stable/notes/faq.html: history across the loop")
+def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
+    """A sum of losses keeps the graph of each step: memory grows with every step."""
+    for loop in _loops(document):
+        given = ast.unparse(loop.backward.args[0] if loop.backward.args else loop.backward.func)
+        loss = re.escape(
+            re.sub(r"^\w*scaler\.scale\((.*)\)\.|\.backward$", r"\1", given).removesuffix("backward")
+        )
+        place = around(tree_of(document), loop.backward)
+        for one in (one for one in ast.walk(place) if isinstance(one, ast.AugAssign)):
+            total, text = ast.unparse(one.target), ast.unparse(place)
+            frees = rf"(?m)^ *({loss} = .*(item|float|detach|data)|{total} = )|no_grad|{total}\.backward"
+            if re.match(rf"\S+ \+= {loss}( [*/] .*)?$", ast.unparse(one)) and not re.search(frees, text):
+                what = f"`{total}` keeps the graph of every step: the memory grows until the loop ends"
+                yield Hit((), what, f"{total} += loss.item()", line=one.lineno)
 
 
 @loop_rule("warning", "torch/optim/adamw.py: the moments are the optimizer's state")

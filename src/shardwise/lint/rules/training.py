@@ -13,7 +13,7 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import closest, names, table
+from shardwise.lint.schema import names, table
 from shardwise.lint.script_inputs import Inputs
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values, name_as_imported, nested
@@ -29,7 +29,7 @@ DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "
 PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
-_WORDS: dict[str, str] = table("words_of_the_trainer")
+WORDS: dict[str, str] = table("words_of_the_trainer")
 _REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
 _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
@@ -277,23 +277,6 @@ def given_to_trainers(
     return groups
 
 
-@training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
-def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The Trainer knows certain words only, and stops at others with a ValueError."""
-    for given, line in given_to_trainers(document, setup):
-        for name, known in _WORDS.items():
-            word = given.get(name)
-            if not isinstance(word, str) or "." in word or word in known.split():
-                continue  # such as `SchedulerType.COSINE`
-            earlier = word in names("earlier_optimizers")
-            near = closest(word.replace("_hf", "_torch"), known.split())
-            what = f"transformers 5.23 has no {name} {word!r}: ValueError"
-            what += ". Earlier versions had it" * earlier
-            fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known.split())}"
-            at = document.line((name,)) if document.get(name) == word else line
-            yield Hit((name,), what, fix, severity="warning" if earlier or not near else None, line=at)
-
-
 @training_rule("warning", "transformers/integrations/deepspeed.py: deepspeed_optim_sched; read in 5.23")
 def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
     """A scheduler or optimizer in the DeepSpeed file replaces the one that the Trainer's argument names."""
@@ -316,7 +299,7 @@ def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     open_ = [f"`{one.removesuffix('(**)')}(**...)`" for one in sorted(document.uses) if one.endswith("(**)")]
     open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
     if document.syntax == "python":
-        judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *_WORDS])
+        judged = dict.fromkeys([*(name for _, name, _ in _TRAINER_KEYS), *WORDS])
         known = [given for given, _ in given_to_trainers(document, setup, every=True)]
         given = {name for one in known for name, value in one.items() if value not in (None, UNKNOWN)}
         unknown = [one for one in judged if document.has(one) and setup.training(one) is None]

@@ -23,6 +23,10 @@ _PINS = re.compile(  # `transformers==4.44`, `trl<1`
     r"\b(?:transformers[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?[0-4]\.|<\s*[0-5]\b)|trl[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?0\.|<\s*1\b))"
 )
 _REMOVED: dict[str, str] = table("removed_imports")
+_ASKS = re.compile(  # which version is installed
+    r"signature\(|getfullargspec\(|hasattr\(\w*(Trainer|Config|Arguments|trl|transformers)\b|"
+    r"dataclass_fields|\bfields\(|__version__|version\(|is_\w+_(available|version)\("
+)
 
 
 def _older(document: Document, setup: Setup) -> bool:
@@ -39,6 +43,18 @@ def _older(document: Document, setup: Setup) -> bool:
     return installed.startswith(("3.", "4.")) or any(map(_PINS.search, texts))
 
 
+def _asks_first(document: Document, line: int, name: str) -> bool:
+    """Whether a condition around a line asks for the version, or a handler has another way to `name`."""
+    known = values_of(document)
+    for node in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.If | ast.IfExp | ast.Try)):
+        if node.lineno <= line <= (node.end_lineno or 0):
+            parts = node.handlers if isinstance(node, ast.Try) else [*ast.walk(node.test)]
+            texts = [ast.unparse(one if isinstance(node, ast.Try) else known.meant(one)) for one in parts]
+            if any(name in one if isinstance(node, ast.Try) else _ASKS.search(one) for one in texts):
+                return True
+    return False
+
+
 @training_rule("error", "transformers 5.23, trl 1.16: the classes of arguments", versions="transformers>=5")
 def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
@@ -52,7 +68,8 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         for call in calls(document, called):
             by = ast.unparse(call.func)
             given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
-            if found := [old for old in now if (old,) in given]:
+            found = [old for old in now if (old,) in given]
+            if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
@@ -74,7 +91,8 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
-    for word in names("removed_from_TrainingArguments"):
+    trl = table("removed_arguments")["SFTConfig"] if re.search(r"TrlParser\(.*SFTConfig", text) else ""
+    for word in (*names("removed_from_TrainingArguments"), *trl.split()):
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
@@ -91,6 +109,7 @@ def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
             continue
         package = str(node.module).partition(".")[0]
         for alias in node.names:
-            if now := _REMOVED.get(f"{package}.{alias.name}"):
+            now = _REMOVED.get(f"{package}.{alias.name}")
+            if now and not _asks_first(document, node.lineno, alias.name):
                 what = f"{package} has no `{alias.name}` any more: ImportError"
                 yield Hit((), what, now, line=node.lineno)

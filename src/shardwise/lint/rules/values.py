@@ -1,0 +1,73 @@
+"""Values that the libraries refuse: words of closed sets, shares above 1; and what is imported late."""
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.lint.document import Document
+from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.rules.arguments import tool_of
+from shardwise.lint.rules.training import PLAIN, WORDS, calls, given_to_trainers, known_values, tree_of
+from shardwise.lint.schema import closest, names, table
+from shardwise.lint.setup import Setup
+
+_CLOSED: dict[str, dict[str, str]] = table("closed_words")
+_CALLS = ("LoraConfig", "get_peft_model", "from_pretrained", *PLAIN, *names("trl_arguments"))
+_SHARES = {"lora_dropout": "PEFT stops: `dropout probability has to be between 0 and 1`"}
+_SHARES["warmup_ratio"] = "transformers 4 stops: `warmup_ratio must lie in range [0,1]`"
+_OWN_CODE = re.compile(r"AttentionInterface|trust_remote_code\s*=\s*True|\bregister\(")
+_IMPORTS = re.compile(r"(?:from|import) (trl|transformers|peft|unsloth)\b")
+
+
+def _given(document: Document, setup: Setup) -> Iterator[tuple[str, str, Any, int]]:
+    """What files and calls give: the tool or the class, the name, the value, and the line."""
+    for name, value in document.values.items() if document.syntax != "python" else ():
+        yield tool_of(document), str(name), value, document.line((name,))
+    for call in calls(document, *_CALLS):
+        for key, (line, value) in known_values(document, setup).arguments(call).items():
+            yield ast.unparse(call.func).rpartition(".")[2], key[0], value, line
+
+
+@training_rule("error", "transformers 5.23: training_args.py; PEFT 0.21: config.py; LLaMA-Factory: tuner.py")
+def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer, PEFT and other tools know certain words only, and stop at others."""
+    own = _OWN_CODE.search(setup.scripts)
+    rows = [(name, _CLOSED.get(who, {}).get(name, ""), *rest) for who, name, *rest in _given(document, setup)]
+    rows = [row for row in rows if row[0] != "attn_implementation" or not own]
+    for given, line in given_to_trainers(document, setup):
+        rows += [(name, known, given.get(name), line) for name, known in WORDS.items()]
+    for name, words, value, line in rows:
+        word, known = str(value).removeprefix("TaskType."), words.split()
+        if not isinstance(value, str) or not known or word in known or not re.fullmatch(r"[\w-]+", word):
+            continue  # such as `SchedulerType.COSINE`
+        earlier = word in names("earlier_optimizers")
+        same = (one for one in known if sorted(one) == sorted(word))  # `stf` for sft
+        near = closest(word.replace("_hf", "_torch"), known) or next(same, None)
+        who = "transformers 5.23 has" if name in WORDS else "there is"
+        what = f"{who} no {name} {word!r}: it stops" + ". Earlier versions had it" * earlier
+        fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known)}"
+        at = document.line((name,)) if document.get(name) == value else line
+        sure = near or (name not in WORDS and document.syntax == "python")  # a fork may know more words
+        yield Hit((name,), what, fix, severity="warning" if earlier or not sure else None, line=at)
+
+
+@training_rule("error", "torch/nn/modules/dropout.py; transformers 4: training_args.py; run with PEFT 0.21")
+def share_above_one(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A share of all is at most 1."""
+    for who, name, share, line in _given(document, setup):
+        if name in _SHARES and isinstance(share, int | float) and share > 1 and who != "Axolotl":
+            fix = f"a share, or warmup_steps {share:g}" if name == "warmup_ratio" else f"{share / 100:g}"
+            yield Hit((name,), f"{name} {share:g} is a share of all: {_SHARES[name]}", fix, line=line)
+
+
+@training_rule("warning", "unsloth/_gpu_init.py: `Unsloth should be imported before`; read in 2026-08")
+def unsloth_comes_late(document: Document, _: Setup) -> Iterator[Hit]:
+    """Unsloth changes trl, transformers and peft as it is imported: what was imported before stays slow."""
+    rows = ((one.lineno, _IMPORTS.match(ast.unparse(one))) for one in tree_of(document).body)
+    found = [(line, one[1]) for line, one in rows if one]
+    late = next((at for at, name in found if name == "unsloth"), 0)
+    before = dict.fromkeys(name for at, name in found if at < late)
+    if before:
+        what = f"imported before it, {' and '.join(before)} stay{'s' * (len(before) == 1)} as slow as without"
+        yield Hit((), what, "`import unsloth` as the first import", line=late)
