@@ -79,12 +79,6 @@ class Unit:
     parameters: tuple[int, ...]  # Indices into the trace's parameters; a tied one is in several units
 
 
-ATTENTION_FLOPS = {"forward": 4.0, "backward": 10.0}
-"""Of a score and an element of its head: two products forward, five backward (Dao 2023, FlashAttention-2)."""
-DROPOUT = "_dropout"
-"""Follows torch's name of an attention that leaves scores out."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One kernel, or a few launched by one call."""

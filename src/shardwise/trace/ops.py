@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.models.flops import SCAN_FLOPS, attended_pairs
-from shardwise.simulate.step_trace import ATTENTION_FLOPS, DROPOUT, Op
+from shardwise.simulate.step_trace import Op
 
 Tensors = Sequence[Tensor]
 
@@ -148,14 +148,13 @@ def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors
     else:
         batch, heads, length, size = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
+    # two products forward, five backward (Dao 2023, FlashAttention-2)
     window = next((int(a[0]) + 1 for a in args if isinstance(a, (list, tuple)) and len(a) == 2), 0)
     pairs = attended_pairs(length, keys, window)
     if 0 < window < keys:
         keys = window
-    flops = ATTENTION_FLOPS["backward" if backward else "forward"] * batch * heads * pairs * size
+    flops = (10.0 if backward else 4.0) * batch * heads * pairs * size
     shape = (batch, heads, kv_heads, length, keys, size)
-    if "scaled_dot_product" in name and any(isinstance(a, float) and a > 0 for a in args):  # its only one
-        name += DROPOUT
     return one_pass("attention", name, flops, inputs, outputs, shape=shape, item_bytes=q.element_size())
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.hardware.parse import parse_hardware
-from shardwise.simulate.step_trace import DROPOUT, Op
+from shardwise.simulate.step_trace import Op
 from shardwise.simulate.time.roofline import Roofline, bandwidth_key
 
 H200 = parse_hardware("1xH200").gpu
@@ -215,18 +215,6 @@ def test_flash_attention_reaches_more_of_an_a100s_peak_than_of_an_h200s() -> Non
         op = attention(16384, 128, backward=backward, kernel="flash")
         assert op.flops / a100.seconds(op) / 312e12 == pytest.approx(share * 16384 / (16384 + 750), rel=0.01)
         assert op.flops / ROOFLINE.seconds(op) / PEAK < 0.42
-
-
-@pytest.mark.parametrize(("backward", "microseconds"), [(False, 405.5), (True, 971.2)])
-def test_cudnns_dropout_takes_what_it_took_on_an_h100(backward: bool, microseconds: float) -> None:
-    """A profile of GPT-3's 2.7B shape: four rows of 32 heads; the helper's operator has two."""
-    op = attention(1024, 80, backward=backward)
-    roofline = Roofline(parse_hardware("H100").gpu, "bf16")
-    assert roofline.seconds(replace(op, name=op.name + DROPOUT)) * 2e6 == pytest.approx(
-        microseconds, rel=0.05
-    )
-    flash = attention(1024, 80, backward=backward, kernel="flash")
-    assert roofline.seconds(replace(flash, name=flash.name + DROPOUT)) == roofline.seconds(flash)
 
 
 def test_cards_before_ampere_keep_the_slower_kernels_share() -> None:

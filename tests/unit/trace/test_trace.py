@@ -335,13 +335,3 @@ def test_in_fp32_a_window_keeps_a_mask_for_the_backward_pass() -> None:
 
     layers = 5  # the sixth sees everything
     assert peak(512) - peak(1024) == pytest.approx(2 * layers * 4 * 1024**2, rel=0.1)
-
-
-@pytest.mark.parametrize(("dropout", "names"), [(0.1, 2), (0.0, 0)])
-def test_attention_says_that_it_leaves_scores_out(dropout: float, names: int) -> None:
-    sizes = {"n_embd": 256, "n_head": 4, "n_layer": 2, "attn_pdrop": dropout}
-    trace = Tracer(model("gpt2", **sizes), precision="bf16", sequence_length=64).trace(
-        rows=2, checkpoint_every=0
-    )
-    found = {op.name for op in trace.ops if op.kind == "attention" and op.name.endswith("_dropout")}
-    assert len(found) == names

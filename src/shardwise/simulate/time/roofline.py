@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from shardwise.hardware.catalog import Gpu
-from shardwise.simulate.step_trace import ATTENTION_FLOPS, DROPOUT, Op
+from shardwise.simulate.step_trace import Op
 
 ALIGNED_BYTES = 16
 """A row's bytes must be a multiple of this for the tensor memory accelerator."""
@@ -120,9 +120,6 @@ class Roofline:
         share *= keys / (keys + rules["half_keys"])
         peak = self.half_flops if op.item_bytes == 2 else self.fp32_flops
         computing: float = op.flops * filled(head, kernel["heads"]) / (peak * share)
-        if "cudnn" in op.name and op.name.endswith(DROPOUT):
-            scores = op.flops / (head * ATTENTION_FLOPS[direction(op)])
-            computing += scores * rules["dropout"][direction(op)] / (self.fp32_flops / 2)
         return self._kernel_seconds, computing
 
     def _scan(self, op: Op) -> tuple[float, float]:
