@@ -63,6 +63,23 @@ def with_last_rate(one: Statement, stated: Sequence[Statement], said: list[str])
     return one._replace(key="optimizer.final_fraction", value=share)
 
 
+def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> list[Statement]:
+    """The statements, with the warm-up of the schedule that runs: the Trainer's `constant` has none.
+
+    A schedule of DeepSpeed's file runs in place of the Trainer's, with the Trainer's warm-up.
+    """
+    schedules = [one.place.partition(" (")[0] for one in stated if one.key == "optimizer.schedule"]
+    warmups = [one for one in stated if one.key == "optimizer.warmup_steps"]
+    none = [one for one in warmups if one.word and ": lr_scheduler_type" in one.place]
+    if setup.reader == "trainer" and any(one.section("scheduler") for one in setup.of("deepspeed")):
+        return [one for one in stated if one not in none]
+    if not any(one.place.startswith(schedules[-1]) for one in none):
+        return list(stated)
+    lost = [one for one in warmups if one not in none]
+    said += [f"left out: {one.place}: the constant schedule has no warm-up" for one in lost]
+    return [one for one in stated if one not in lost]
+
+
 def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
     """A model that a run has written, as a path: `out/checkpoint-100` could be a name on a hub."""
     name = one.value.strip('"')
