@@ -1,7 +1,7 @@
 """Which statements of a script run, and in what block they are."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.lint.script_sums import UNKNOWN
@@ -11,10 +11,14 @@ _IS_MAIN = "__name__ == '__main__'"
 
 
 class Flow:
-    """`above`: the parent of each node. `imported`: whether another script is the one that is started."""
+    """`above`: the parent of each node. `imported`: programs that are not started, but imported."""
 
     def __init__(
-        self, above: Mapping[ast.AST, ast.AST], value_of: Callable[[ast.AST], Any], *, imported: bool
+        self,
+        above: Mapping[ast.AST, ast.AST],
+        value_of: Callable[[ast.AST], Any],
+        *,
+        imported: Collection[ast.AST],
     ) -> None:
         self._above, self._value_of, self._imported = above, value_of, imported
 
@@ -23,7 +27,7 @@ class Flow:
         while above := self._above.get(node):
             if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
                 taken = self._value_of(above.test)
-                if self._imported and ast.unparse(above.test) == _IS_MAIN:
+                if self._above.get(above) in self._imported and ast.unparse(above.test) == _IS_MAIN:
                     taken = False
                 inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
                 if taken != UNKNOWN and bool(taken) is not inside:

@@ -364,16 +364,16 @@ CASES: dict[str, Case] = {
         ),
         ("could not be read",),
     ),
-    "a default that two classes have otherwise": (
+    "a default that another class has otherwise": (
         {
             "run.sh": "torchrun --nproc_per_node 2 train.py --lr 2e-5\n",
             "train.py": RECIPE,
             "configs.py": CONFIGS,
             "loop.py": "class other_config:\n    weight_decay: float = 0.5\n",
         },
-        {"optimizer.weight_decay": None},
-        ("AdamW.weight_decay: its value could not be read",),
+        {"optimizer.weight_decay": 0},
         (),
+        ("AdamW.weight_decay: its value could not be read",),
     ),
     "steps are more than epochs": (
         {"a.yaml": f"{AXOLOTL}fsdp_config: null\nmax_steps: 20\nnum_epochs: 5\n"},

@@ -17,7 +17,8 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
-from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
@@ -101,7 +102,7 @@ def _apart(document: Document) -> tuple[Document, Document]:
 
 
 def _called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest of it trains."""
+    """The script without the functions that no file calls, where the rest trains, or another does."""
     body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
     plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
     idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
@@ -109,7 +110,7 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     for one in reached:  # which grows by what each part calls
         used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
         reached += [idle.pop(name) for name in used & idle.keys()]
-    if not idle or not any(_LEARNS.search(ast.unparse(one)) for one in reached):
+    if not idle or not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
     gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
     text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
@@ -207,7 +208,7 @@ def _inputs(
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
     given = [] if settings else [str(Path(one).resolve()) for one in files]
-    others = "\n".join(one.text for one in all_ if one.syntax == "python" and one is not script)
+    others = {one.name: one.text for one in all_ if one.syntax == "python" and one is not script}
     return Inputs(
         flags,
         environment,
@@ -216,7 +217,8 @@ def _inputs(
         alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
-        elsewhere=defaults_of(others),
+        stem=Path(script.name).stem,
+        others=modules_of(others),
     )
 
 
