@@ -20,6 +20,7 @@ LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
+_COPIES = ("copy", "deepcopy", "replace")
 _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
@@ -181,11 +182,14 @@ class Settings:
                 self._put(self.rows.text_by(one, "filter" if last == "filter" else "text"))
         if last in names("trainers") and self.calls:
             self._collator(call)
+            self._made_elsewhere(call, "SFTConfig" if last.startswith("SFT") else "TrainingArguments")
         said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()
             self._put({("**", last): more} if self.calls else {})
         said = self._configured(called, said)
+        if last == "get_peft_model" and re.match(r"Fast\w*Model\.", called):
+            said.setdefault(("r",), (call.lineno, 16))
         if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
             self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
             self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
@@ -201,6 +205,14 @@ class Settings:
         name = name_of(made.func) if isinstance(made, ast.Call) else getattr(made, "name", "")
         if made is not None and name.rpartition(".")[2] not in names("collators"):
             self._put({("own_collator()",): (call.lineno, UNKNOWN)})
+
+    def _made_elsewhere(self, call: ast.Call, kind: str) -> None:
+        """Of a trainer: arguments that a function makes which no script shows."""
+        given = next((one.value for one in call.keywords if one.arg == "args"), [*call.args, None, None][1])
+        made = self.known.meant(given) if given else None
+        name = self.known.meant(made.func) if isinstance(made, ast.Call) else None
+        if isinstance(name, ast.Name) and name.id[:1].islower() and name.id not in _COPIES:
+            self._put({("**", kind): (call.lineno, UNKNOWN)})
 
     def _given(self, call: ast.Call, last: str) -> Said:
         """The arguments of a call, by name and by place, and those that are set later."""

@@ -42,6 +42,11 @@ def adapted(model, rank):
 """
 HEAD = "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
 OPEN = ("could not be read", "not understood")
+LOADED = "from transformers import AutoModelForCausalLM\nimport torch\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
+OPTIMIZER = "opt = torch.optim.AdamW(m.parameters(), lr=1e-4)\n"
+OWN_LOSS = "a loss of the script's own, which a job has not"
+UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFTTrainer\n"
+FIELDS = "from dataclasses import dataclass\nfrom transformers import HfArgumentParser, Trainer, TrainingArguments\n@dataclass\nclass M:\n    name: str = 'a/b'\n    splits: str = 'train'\n    note: str = ''\nm, t = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\n"
 
 CASES: dict[str, Case] = {
     "DeepSpeed's schedule runs, with the Trainer's warm-up": (
@@ -119,6 +124,151 @@ CASES: dict[str, Case] = {
         },
         {"optimizer.learning_rate": None},
         ("train.py:6: learning_rate: its value could not be read; write optimizer.learning_rate",),
+        (),
+    ),
+    "a file that is not named makes the arguments": (
+        {
+            "src/train.py": f"{HEAD}from . import log\nfrom src.made import made\nTrainer(m, made()).train()\n",
+            "data/log.py": "",
+        },
+        {"optimizer.learning_rate": None, "train.epochs": None, "train.micro_batch": None},
+        ("src/train.py:5: **.TrainingArguments: its value could not be read; write",),
+        ("train.epochs=3",),
+    ),
+    "a term is added to the loss of a loop": (
+        {
+            "train.py": f"{LOADED}{OPTIMIZER}for batch in loader:\n    out = m(**batch)\n    loss = out.loss + 0.1 * kl(out)\n    loss.backward()\n    opt.step()\n"
+        },
+        {},
+        (f"to do: train.py:7: {OWN_LOSS}",),
+        (),
+    ),
+    "a term is added in a function, and learned with a scaler": (
+        {
+            "train.py": f"{LOADED}def run():\n    {OPTIMIZER}    for batch in loader:\n        total = m(**batch).loss\n        total += balance(m)\n        scaler.scale(total / 4).backward()\n        opt.step()\nrun()\n"
+        },
+        {},
+        (f"to do: train.py:8: {OWN_LOSS}",),
+        (),
+    ),
+    "a term is added in a trainer of one's own": (
+        {
+            "train.py": f"{HEAD}class Mine(Trainer):\n    def compute_loss(self, model, inputs, return_outputs=False, **more):\n        out = model(**inputs)\n        loss = out.loss\n        loss = loss - self.entropy(out)\n        return (loss, out) if return_outputs else loss\nMine(m, TrainingArguments('o')).train()\n"
+        },
+        {"optimizer.learning_rate": 5e-5},
+        (f"to do: train.py:7: {OWN_LOSS}",),
+        (),
+    ),
+    "a step of one's own": (
+        {
+            "train.py": f"{HEAD}class Mine(Trainer):\n    def training_step(self, model, inputs):\n        return attacked(model, inputs)\nMine(m, TrainingArguments('o')).train()\n"
+        },
+        {},
+        (f"to do: train.py:4: {OWN_LOSS}",),
+        (),
+    ),
+    "a loss that is only counted": (
+        {
+            "train.py": f"{LOADED}{OPTIMIZER}total = 0\nfor batch in loader:\n    loss = m(**batch).loss / 4\n    accelerator.backward(loss)\n    total += loss.item()\n    opt.step()\n"
+        },
+        {"optimizer.learning_rate": 1e-4},
+        (),
+        (OWN_LOSS,),
+    ),
+    "a trainer's loss that is logged": (
+        {
+            "train.py": f"{HEAD}class Mine(Trainer):\n    def compute_loss(self, model, inputs, **more):\n        loss = super().compute_loss(model, inputs, **more)\n        self.log({{'n': loss.item() + 1}})\n        return loss\nMine(m, TrainingArguments('o')).train()\n"
+        },
+        {},
+        (),
+        (OWN_LOSS,),
+    ),
+    "flags that nobody reads": (
+        {
+            "run.sh": "python train.py --splits train,test --note hi --learning_rate 1e-4 --output_dir o\n",
+            "train.py": f"{FIELDS}print(m.note)\nTrainer(model=make(m), args=t).train()\n",
+        },
+        {"optimizer.learning_rate": 1e-4},
+        ("to do: run.sh:1: splits: no script of --from reads these flags", "a job has no such key: note"),
+        (),
+    ),
+    "a flag of a parser in another file is read": (
+        {
+            "run.sh": "python train.py --rate 1e-4 --odd 1 --model_name_or_path c/d\n",
+            "train.py": f"{HEAD}from made import args\nTrainer(m, TrainingArguments('o', learning_rate=args.rate)).train()\n",
+            "made.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', type=float)\np.add_argument('--odd')\np.add_argument('--model_name_or_path')\nargs = p.parse_args()\n",
+        },
+        {"optimizer.learning_rate": 1e-4},
+        ("run.sh:1: odd: no script of --from reads these flags",),
+        ("no such key: rate", "no such key: odd"),
+    ),
+    "keys of a file that the script uses": (
+        {
+            "train.py": f"{HEAD}import yaml\ncfg = yaml.safe_load(open('own.yaml'))\nTrainer(m, TrainingArguments('o', learning_rate=cfg['plan']['speed'], weight_decay=cfg['wd'])).train()\n",
+            "own.yaml": "plan: {speed: 3.0e-5, other: 1}\nwd: 0.2\n",
+        },
+        {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": 0.2},
+        ("no such key: plan.other",),
+        ("plan.speed", "wd"),
+    ),
+    "GPUs that share a row count once": (
+        {
+            "run.sh": "NPROC_PER_NODE=8 swift sft --model a/b --dataset d.jsonl --sequence_parallel_size 4 --per_device_train_batch_size 1 --gradient_accumulation_steps 8\n"
+        },
+        {"train.global_batch": 16, "train.micro_batch": 1},
+        ("changed: a job keeps a row on one GPU; the files share it among 4",),
+        ("sequence_parallel_size",),
+    ),
+    "GPUs that share a row, for Axolotl and Accelerate": (
+        {
+            "run.sh": "accelerate launch --config_file acc.yaml -m axolotl.cli.train a.yaml\n",
+            "a.yaml": "base_model: a/b\nmicro_batch_size: 2\ngradient_accumulation_steps: 4\ncontext_parallel_size: 2\nlearning_rate: 1e-5\n",
+            "acc.yaml": "distributed_type: MULTI_GPU\nnum_processes: 8\nmixed_precision: bf16\n",
+        },
+        {"train.global_batch": 32, "train.micro_batch": 2},
+        ("share it among 2",),
+        (),
+    ),
+    "Unsloth's checkpointing, whatever the Trainer says": (
+        {
+            "train.py": f"{UNSLOTH}m, t = FastLanguageModel.from_pretrained('a/b', max_seq_length=2048)\nm = FastLanguageModel.get_peft_model(m, lora_alpha=32, use_gradient_checkpointing='unsloth')\nSFTTrainer(model=m, args=SFTConfig(learning_rate=1e-4, gradient_checkpointing=False)).train()\n"
+        },
+        {"train.checkpointing": "full", "model.lora.rank": 16, "model.lora.alpha": 32},
+        (),
+        ("conflict",),
+    ),
+    "PEFT's preparation turns checkpointing on": (
+        {
+            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = prepare_model_for_kbit_training(m)\nTrainer(m, TrainingArguments('o', gradient_checkpointing=False)).train()\n"
+        },
+        {"train.checkpointing": "full"},
+        (),
+        ("conflict",),
+    ),
+    "neither turns checkpointing on": (
+        {
+            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = prepare_model_for_kbit_training(m, use_gradient_checkpointing=False)\nTrainer(m, TrainingArguments('o', gradient_checkpointing=False)).train()\n"
+        },
+        {"train.checkpointing": "none"},
+        (),
+        (),
+    ),
+    "adapters of one's own": (
+        {"train.py": f"{HEAD}class LoRALinear:\n    pass\nTrainer(m, TrainingArguments('o')).train()\n"},
+        {"model.lora": None},
+        ("to do: train.py:3: LoRALinear is defined: not understood; write model.lora",),
+        (),
+    ),
+    "adapters of a file that is not named": (
+        {
+            "train.py": f"{HEAD}from data.own import add_lora_layers\nadd_lora_layers(m)\nTrainer(m, TrainingArguments('o')).train()\n",
+            "data/own.py": "class LoRA:\n    pass\n",
+        },
+        {"model.lora": None},
+        (
+            "to do: train.py:3: add_lora_layers is imported: not understood; write model.lora",
+            "to do: train.py:3: add data/own.py to --from",
+        ),
         (),
     ),
 }

@@ -11,6 +11,8 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.foreign.losses import own_losses
+from shardwise.lint.foreign.reads import unnamed
 from shardwise.lint.foreign.sections import opened
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
@@ -38,8 +40,11 @@ _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
-def read(files: Sequence[Path], said: list[str]) -> list[Document]:
-    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
+def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Document]:
+    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those.
+
+    `taken` gets the flags, and the keys of files, whose values a script uses.
+    """
     documents, broken = load(files, other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
@@ -50,7 +55,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     documents = tuple(replace(one, uses=frozenset(kept)) for one, kept in zip(documents, calls, strict=True))
     for one in documents:
         _refuse(one, texts)
-        said += _own_trainers(one, texts)
+        said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
+        said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
@@ -70,6 +76,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
+            taken |= inputs.taken | inputs.used
     asked = {Path(one).resolve() for one in files}
     for at, one in enumerate(plain):
         if one.kind == "training" and one.section("deepspeed"):
@@ -115,23 +122,6 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
     text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
     return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
-
-
-def _own_trainers(script: Document, texts: str) -> Iterator[str]:
-    """Classes of trainers that no library has, and losses of a script's own."""
-    known = {*names("trainers"), *TABLE["reasons"], "UnslothTrainer", "L.Trainer", "pl.Trainer"}
-    for name in sorted(script.uses) if script.syntax == "python" and script.kind == "training" else ():
-        mine = f"class {name.rpartition('.')[2]}(" in texts
-        if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
-            yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    lines = [line_at(script.text, one.start()) for one in re.finditer("compute_loss_func=", script.text)]
-    for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
-        if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
-            text = ast.unparse(node)
-            own = _WORDS["more_loss"].search(text) or not _WORDS["model_loss"].search(text)
-            lines += [node.lineno] if own else []
-    for line in lines[:1]:
-        yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
 
 
 def _refuse(document: Document, texts: str) -> None:

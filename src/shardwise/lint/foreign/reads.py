@@ -1,0 +1,44 @@
+"""What of a training no named file reads: modules that a script imports, and flags of its command."""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shardwise.lint.document import Document
+from shardwise.lint.foreign.suspects import decides
+from shardwise.lint.foreign.table import NO_KEY
+from shardwise.lint.read import imported
+
+
+def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
+    """What is said of files that a script imports, that may decide something, and that are not named."""
+    named = {Path(one.name).resolve() for one in documents}
+    away = {path: line for path, line in imported(script).items() if path.resolve() not in named}
+    if files := [str(path) for path in away if decides(path)]:
+        what = f"add {', '.join(files)} to --from: imported, and may decide a part of the job"
+        yield f"to do: {script.name}:{min(away.values())}: {what}"
+
+
+def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> None:
+    """Say once which flags no script reads; say of no key that a job has none, if its value is `used`."""
+    start, scripts = f"left out: {NO_KEY}: ", [one for one in documents if one.syntax == "python"]
+    read = {name for one in scripts for node in ast.walk(ast.parse(one.text)) for name in _read_by(node)}
+    asked = " ".join(one for one in said if one.startswith("to do"))
+    for one in documents if scripts else ():
+        flags = [name for name in sorted(one.flags - read - used) if start + name in said]
+        flags = [name for name in flags if not re.search(rf"\b{re.escape(name)}\b", asked)]
+        if flags and one.syntax == "shell":
+            what = f"{', '.join(flags)}: no script of --from reads these flags; add the one that does"
+            said.append(f"to do: {one.name}:{min(one.line((flag,)) for flag in flags)}: {what}")
+            used = used | {*flags}
+    said[:] = [one for one in said if one.removeprefix(start) not in used]
+
+
+def _read_by(node: ast.AST) -> Iterator[str]:
+    """A name by which a script takes a value: `args.name`, `args["name"]`, or a function's argument."""
+    match node:
+        case ast.Attribute(attr=name) | ast.arg(arg=name):
+            yield name
+        case ast.Subscript(slice=ast.Constant(name)) | ast.Call(args=[ast.Constant(name), *_]):
+            yield str(name)
