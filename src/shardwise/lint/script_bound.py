@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.lint.script_flow import Flow
 from shardwise.lint.script_inputs import Inputs, name_of
 from shardwise.lint.script_links import Links
-from shardwise.lint.script_names import part_of
+from shardwise.lint.script_names import part_of, path_of
 
 _NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
 REPLACE = ("dataclasses.replace", "replace")
@@ -53,12 +53,13 @@ class Bound:
                 self._bound[scope, name].append(value)
             case ast.Attribute():
                 self._attributes.append((node, value))
-            case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
+            case ast.Call(func=ast.Name(id="setattr"), args=[holder, key, given]):
                 certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
-                self._stores[name].append((holder, given if certain else None))
+                value = (given if certain else None) if path_of(key) else self._items_above(node)
+                self._stores[(path_of(key) or ("**",))[0]].append((holder, value))
             case ast.Call(args=[holder], keywords=given) if name_of(node.func) in REPLACE:
                 for keyword in given:
-                    self._stores[keyword.arg or ""].append((holder, keyword.value))
+                    self._stores[keyword.arg or "**"].append((holder, keyword.value))
             case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 self._bound[scope, name].append(node)
             case ast.alias():
@@ -67,3 +68,12 @@ class Bound:
                     self._above |= {made: by} if made and made is not by else {}
             case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
                 self._bound[scope, name].append(None)
+
+    def _items_above(self, node: ast.AST) -> ast.expr | None:
+        """The mapping of the loop around a node: `for key, value in mapping.items()`."""
+        while above := self._above.get(node):
+            match above:
+                case ast.For(iter=ast.Call(func=ast.Attribute(value=mapping, attr="items"))):
+                    return mapping
+            node = above
+        return None

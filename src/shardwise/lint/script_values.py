@@ -129,7 +129,7 @@ class Values(Bound):
         for name, stores in [*self._stores.items()]:
             for holder, value in stores:
                 if made is holder or made in self._next(holder) or self._original(holder) is made:
-                    yield name, value
+                    yield name, None if name == "**" else value
 
     def _original(self, holder: ast.AST) -> ast.AST:
         """What a name holds, or holds a changed copy of."""
@@ -198,6 +198,8 @@ class Values(Bound):
                 return self._item(holder, key)
             case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *other]):
                 return self._item(holder, key, other)
+            case ast.BoolOp(op=ast.Or(), values=[one, ast.Dict(keys=[])]):
+                return [one]  # `yaml.safe_load(file) or {}`
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
                 found = [one for one in own if next(self.flow.scopes(one)) is function]
@@ -206,7 +208,7 @@ class Values(Bound):
         return []
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
-        """What was stored there; else what the call that made the holder gives; else the flag or field."""
+        """What was stored there, or what `_of_made` says."""
         text, made = ast.unparse(holder), None
         if isinstance(holder, ast.Name) and self._stores[name]:
             made = self.meant(holder)
@@ -223,6 +225,13 @@ class Values(Bound):
         made = self.meant(holder) if self._defaults else None
         if isinstance(made, ast.Module):
             return self._bound.get((made, name), [])
+        for mapping in (one for other, one in self._stores["**"] if made and self.meant(other) is made):
+            if (item := self._item(mapping, ast.Constant(name)) if mapping else []) or self._is_open(mapping):
+                return item  # which a loop sets, whatever the fields are
+        return self._of_made(made, holder, name)
+
+    def _of_made(self, made: ast.AST | None, holder: ast.expr, name: str) -> list[Any]:
+        """What the call that made a holder gives an attribute; else the flag or field of that name."""
         if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
             rest = [one.value for one in made.keywords if one.arg is None]
@@ -234,7 +243,7 @@ class Values(Bound):
             return self._item(made, ast.Constant(name))
         maker = self.meant(made.func) if isinstance(made, ast.Call) else made
         known = self._fields(maker, name) or self.presets.of(name) or self._far.of(name)
-        root, _, path = f"{text}.{name}".partition(".")
+        root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
         if not known and ARGUMENTS.match(root):
             if flag := self._inputs.flag([path]):
                 return [flag]  # of a parser in another file, or of hydra
@@ -242,9 +251,9 @@ class Values(Bound):
                 return [ast.Constant(None)]  # TRL's default
         return known
 
-    def _is_open(self, mapping: ast.expr) -> bool:
+    def _is_open(self, mapping: ast.expr | None) -> bool:
         """Whether nothing shows the keys of a mapping."""
-        return self._rows(self.meant(mapping)) is None
+        return mapping is None or self._rows(self.meant(mapping)) is None
 
     def _fields(self, made: ast.AST | None, name: str) -> list[ast.expr]:
         """What a class, or one that it is derived of, says of a field that the command does not give."""

@@ -68,7 +68,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
-            script, *held = _documents(one, inputs, said)
+            script, *held = _documents(one, inputs, said, {key for part in plain for key in part.values})
             commands = [_without_flags(command, script, inputs, said) for command in commands]
             for part in settings:
                 own = replace(part, flags=frozenset(part.values))
@@ -290,7 +290,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
-def _take_flags(script: Document, read_: Settings) -> None:
+def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
     """Flags that some function of the script counts or cuts by; QLoRA's scripts cut the answers apart."""
     values, marks, presets = read_.values, read_.marks, read_.known.presets
     halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
@@ -304,15 +304,19 @@ def _take_flags(script: Document, read_: Settings) -> None:
         cut["max_length"] -= 1
     stated = {target for place in marks for target in targets_of(script, place)}
     open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
-    for name in (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_):
-        for given in (shown := presets.of(name))[:1]:
-            marks[name,] = Mark(line=given.lineno)
-            number = read_.known.value(given)
+    names_ = (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_)
+    for name in (one for one in names_ if one not in given):
+        for default in (shown := presets.of(name))[:1]:
+            marks[name,] = Mark(line=default.lineno)
+            number = read_.known.value(default)
             values |= {name: number} if len(shown) == 1 and isinstance(number, int) else {}
 
 
-def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Document]:
-    """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
+def _documents(script: Document, inputs: Inputs, said: list[str], given: set[str]) -> Iterator[Document]:
+    """A script with its settings of a job, and each DeepSpeed configuration that is written in it.
+
+    `given`: keys of files, which count more than what a field is by default.
+    """
     keys = {key.partition(".")[0] for key in TABLE["keys"]}
     read_ = Settings(script.text, TABLE["calls"], keys, inputs)
     values = read_.values
@@ -322,7 +326,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    _take_flags(script, read_)
+    _take_flags(script, read_, given)
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
     known = {one.name for one in inputs.loaded}
