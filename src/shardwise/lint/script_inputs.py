@@ -325,6 +325,8 @@ def presets(function: ast.FunctionDef) -> dict[str, ast.expr]:
 
 def name_of(function: ast.AST) -> str:
     """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
+    if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant):
+        return str(function.slice.value)  # `modules["SFTTrainer"](...)`
     if isinstance(function, ast.Attribute):
         return f"{name_of(function.value)}." * isinstance(function.value, ast.Name) + function.attr
     return function.id if isinstance(function, ast.Name) else ""

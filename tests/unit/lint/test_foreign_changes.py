@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
     "an evaluation of rows that no file names": (
         {"run.sh": "python run_clm.py --model_name_or_path gpt2 --dataset_name a/b --do_eval\n"},
         {},
-        ("to do: do_eval: which rows it takes is not known; write data.eval",),
+        ("to do: run.sh:1: do_eval: which rows it takes is not known; write data.eval",),
         (),
     ),
     "rows for evaluation in a file": (

@@ -208,7 +208,7 @@ CASES: dict[str, Case] = {
             "own.yaml": "plan: {speed: 3.0e-5, other: 1}\nwd: 0.2\n",
         },
         {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": 0.2},
-        ("no such key: plan.other",),
+        ("left out: own.yaml: plan.other: no script reads it",),
         ("plan.speed", "wd"),
     ),
     "GPUs that share a row count once": (
@@ -256,7 +256,7 @@ CASES: dict[str, Case] = {
     "adapters of one's own": (
         {"train.py": f"{HEAD}class LoRALinear:\n    pass\nTrainer(m, TrainingArguments('o')).train()\n"},
         {"model.lora": None},
-        ("to do: train.py:3: LoRALinear is defined: not understood; write model.lora",),
+        ("to do: train.py:3: lora LoRALinear: not understood; write model.lora",),
         (),
     ),
     "adapters of a file that is not named": (
@@ -266,9 +266,54 @@ CASES: dict[str, Case] = {
         },
         {"model.lora": None},
         (
-            "to do: train.py:3: add_lora_layers is imported: not understood; write model.lora",
+            "to do: train.py:3: lora add_lora_layers: not understood; write model.lora",
             "to do: train.py:3: add data/own.py to --from",
         ),
+        (),
+    ),
+    "a loop over a file sets the fields": (
+        {
+            "train.py": f"{HEAD}import yaml\nfrom config import Plan\ndef read(path):\n    with open(path) as file:\n        return yaml.safe_load(file) or {{}}\nplan = Plan()\nfor key, value in read('own.yaml').items():\n    if hasattr(plan, key):\n        setattr(plan, key, value)\nTrainer(m, TrainingArguments('o', learning_rate=plan.lr, max_steps=plan.steps)).train()\n",
+            "config.py": CONFIG,
+            "own.yaml": "lr: 0.002\n",
+        },
+        {"optimizer.learning_rate": 0.002, "train.steps": 77},
+        (),
+        ("could not be read",),
+    ),
+    "a loop over what nothing shows sets the fields": (
+        {
+            "train.py": f"{HEAD}from config import Plan\nplan = Plan()\nfor key, value in given().items():\n    setattr(plan, key, value)\nTrainer(m, TrainingArguments('o', learning_rate=plan.lr)).train()\n",
+            "config.py": CONFIG,
+        },
+        {"optimizer.learning_rate": None},
+        ("train.py:7: learning_rate: its value could not be read",),
+        (),
+    ),
+    "keys of a file that no script reads": (
+        {
+            "train.py": f"{HEAD}import json\nwith open('own.json') as file:\n    cfg = json.load(file)\nTrainer(m, TrainingArguments('o', learning_rate=cfg['learning_rate'])).train()\n",
+            "own.json": '{"learning_rate": 3e-5, "weight_decay": 0.2, "adam_beta2": 0.95}',
+        },
+        {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": None, "optimizer.beta2": 0.999},
+        ("left out: own.json: weight_decay, adam_beta2: no script reads it",),
+        (),
+    ),
+    "keys of a file that a call takes together": (
+        {
+            "train.py": f"{HEAD}import json\nwith open('own.json') as file:\n    cfg = json.load(file)\nTrainer(m, TrainingArguments('o', **cfg)).train()\n",
+            "own.json": '{"learning_rate": 3e-5, "weight_decay": 0.2}',
+        },
+        {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": 0.2},
+        (),
+        ("no script reads it",),
+    ),
+    "classes in a table": (
+        {
+            "train.py": "from tools import table\nt = table()\nm = t['AutoModelForCausalLM'].from_pretrained('a/b')\nargs = t['SFTConfig'](output_dir='o', learning_rate=7e-5, eval_strategy='epoch')\nt['SFTTrainer'](model=m, args=args).train()\n"
+        },
+        {"model.source": "a/b", "optimizer.learning_rate": 7e-5, "optimizer.beta2": 0.999},
+        ("to do: train.py:4: eval_strategy: which rows it takes is not known; write data.eval",),
         (),
     ),
 }

@@ -12,7 +12,7 @@ from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.foreign.losses import own_losses
-from shardwise.lint.foreign.reads import unnamed
+from shardwise.lint.foreign.reads import unnamed, without_idle
 from shardwise.lint.foreign.sections import opened
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
@@ -87,7 +87,12 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
     named = [one for one in plain if one not in mine]
     given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
-    apart = [one if Path(one.name).resolve() in loaded else opened(one, scripts, said) for one in mine]
+    apart = [
+        without_idle(one, taken, texts, said)
+        if Path(one.name).resolve() in loaded
+        else opened(one, scripts, said)
+        for one in mine
+    ]
     used = sorted([*commands, *scripts, *apart], key=lambda one: order[one.name])
     for one in used:
         said += _of_names(one, given, asked, alone=not (named or inner))

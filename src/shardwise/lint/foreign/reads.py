@@ -3,12 +3,18 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.suspects import decides
-from shardwise.lint.foreign.table import NO_KEY
+from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import imported
+
+_TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
 def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
@@ -18,6 +24,20 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
     if files := [str(path) for path in away if decides(path)]:
         what = f"add {', '.join(files)} to --from: imported, and may decide a part of the job"
         yield f"to do: {script.name}:{min(away.values())}: {what}"
+
+
+def without_idle(document: Document, used: set[str], texts: str, said: list[str]) -> Document:
+    """A file that a script loads, without the keys that no script names, where none takes all keys."""
+    keys = {key: key.rpartition(".")[2] for key, _ in leaves(document.values)}
+    idle = [key for key, name in keys.items() if not re.search(rf"\b{re.escape(name)}\b", texts)]
+    idle = [key for key in idle if not re.search(r"\.\d", key)]
+    if not idle or not used & keys.keys() or _TAKES_ALL.search(texts):
+        return document
+    values = deepcopy(dict(document.values))
+    for *above, last in (key.split(".") for key in idle):
+        del reduce(getitem, above, values)[last]
+    said.append(f"left out: {document.name}: {', '.join(idle)}: no script reads it")
+    return replace(document, values=values)
 
 
 def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> None:

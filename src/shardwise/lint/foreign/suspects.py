@@ -141,10 +141,10 @@ def _of(node: ast.AST) -> Iterator[Setting]:
         case ast.Call(func=called, keywords=given) if name_of(called).endswith("partial"):
             yield from ((one.arg, one.value.lineno, _constant(one.value)) for one in given if one.arg)
         case ast.ImportFrom(module=str(module), names=given) if module.partition(".")[0] not in _OF_PEFT:
-            yield from ((one.name, node.lineno, "is imported") for one in given if _LORA.search(one.name))
+            yield from (("lora", node.lineno, one.name) for one in given if _LORA.search(one.name))
         case ast.ClassDef(name=called):
             if _LORA.search(called):  # a script's own adapters
-                yield called, node.lineno, "is defined"
+                yield "lora", node.lineno, called
             for name, default in fields(node):
                 yield name, node.lineno, _constant(default)
         case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.BinOp() as value):
