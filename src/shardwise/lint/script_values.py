@@ -355,6 +355,7 @@ class Values(Bound):
         """Where a function is called; `json.load` is no use of a `load` outside a class."""
         above = self._above[function]
         uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
+        uses = [one for one in uses if self.flow.runs(one)] if self._inputs.others else uses
         method = isinstance(above, ast.ClassDef)
         own = [one for one in uses if self._links.same(one, function)]
         far = [one for one in uses if self._links.joins(one, function)]

@@ -316,6 +316,16 @@ CASES: dict[str, Case] = {
         ("to do: train.py:4: eval_strategy: which rows it takes is not known; write data.eval",),
         (),
     ),
+    "one of several settings of another file": (
+        {
+            "run.sh": "python train.py --plan large\n",
+            "train.py": f"import argparse\n{HEAD}from plans import plan_of\np = argparse.ArgumentParser()\np.add_argument('--plan', default='small')\nplan = plan_of(p.parse_args().plan)\nif 'a/' in plan['model'].lower():\n    rate = plan['rate']\nelse:\n    rate = 1\nTrainer(m, TrainingArguments('o', learning_rate=rate, max_steps=plan['steps'])).train()\n",
+            "plans.py": "PLANS = {'small': {'model': 'a/b', 'rate': 1e-4, 'steps': 5}, 'large': {'model': 'A/c', 'rate': 2e-4, 'steps': 50}}\ndef plan_of(name):\n    plan = PLANS[name].copy()\n    print(plan['model'].upper())\n    return plan\nif __name__ == '__main__':\n    print(plan_of('small'))\n",
+        },
+        {"optimizer.learning_rate": 2e-4, "train.steps": 50},
+        (),
+        OPEN,
+    ),
 }
 
 
