@@ -326,6 +326,33 @@ CASES: dict[str, Case] = {
         (),
         OPEN,
     ),
+    "flags of a list that a branch adds to": (
+        {
+            "run.sh": 'N=8\nCMD=(\n  python train.py\n  --lora_r "$N"\n  --epochs 2\n)\nif [ -n "$MORE" ]; then\n  CMD+=(--more "$MORE")\nfi\n"${CMD[@]}"\n',
+            "train.py": f"import fire\n{HEAD}from peft import LoraConfig\ndef train(lora_r=64, epochs=3, more=None):\n    LoraConfig(r=lora_r)\n    Trainer(m, TrainingArguments('o', num_train_epochs=epochs)).train()\nfire.Fire(train)\n",
+        },
+        {"model.lora.rank": 8, "train.epochs": 2},
+        ("only the shell knows the flags in it",),
+        (),
+    ),
+    "a flag that a branch may change": (
+        {
+            "run.sh": 'CMD=(python train.py --epochs 2)\nif [ -n "$MORE" ]; then\n  CMD+=(--epochs 4)\nfi\n"${CMD[@]}"\n',
+            "train.py": f"import fire\n{HEAD}def train(epochs=3):\n    Trainer(m, TrainingArguments('o', num_train_epochs=epochs)).train()\nfire.Fire(train)\n",
+        },
+        {},
+        ("only the shell knows the flags in it",),
+        (),
+    ),
+    "a table of settings that is not named": (
+        {
+            "train.py": f"{HEAD}from data.plans import PLANS\nplan = PLANS['a']\nTrainer(m, TrainingArguments('o', learning_rate=plan.rate)).train()\n",
+            "data/plans.py": "class Plan:\n    lora_r: int\n    rate: float\nPLANS = {'a': Plan()}\n",
+        },
+        {"optimizer.learning_rate": None},
+        ("to do: train.py:3: add data/plans.py to --from",),
+        (),
+    ),
 }
 
 

@@ -21,7 +21,8 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
     """What is said of files that a script imports, that may decide something, and that are not named."""
     named = {Path(one.name).resolve() for one in documents}
     away = {path: line for path, line in imported(script).items() if path.resolve() not in named}
-    if files := [str(path) for path in away if decides(path)]:
+    files = [str(path) for path in away if decides(path)]
+    if files and "import run_exp" not in script.text:  # LLaMA-Factory's own
         what = f"add {', '.join(files)} to --from: imported, and may decide a part of the job"
         yield f"to do: {script.name}:{min(away.values())}: {what}"
 

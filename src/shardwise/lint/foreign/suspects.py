@@ -36,6 +36,7 @@ _INSTEAD = {
 }
 
 _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "trl", "swift")
+_SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
 _CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
 _HELD_OUT = "data.eval_fraction"
@@ -88,11 +89,11 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
 
 
 def decides(script: Path) -> bool:
-    """Whether a script may decide a part of a job."""
+    """Whether a script may decide a part of a job: it calls a library for one, or has a setting of one."""
     text = read_bounded(script, LARGEST_FILE_BYTES).decode(errors="replace")
-    document = Document(name="", text=text, syntax="python", values={}, marks={})
-    named = [name for name, *_ in _settings(document)]
-    return bool(_CALLS.search(text)) or any(one.search(name) for one in _CONCEPTS.values() for name in named)
+    patterns = [one for key, one in _CONCEPTS.items() if key not in _COMMON]
+    named = {name for name in _SET.findall(text) if not _OTHER.search(name)}
+    return bool(_CALLS.search(text)) or any(one.search(name) for one in patterns for name in named)
 
 
 def _is_of(key: str, name: str, value: Any) -> bool:
