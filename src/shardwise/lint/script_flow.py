@@ -54,9 +54,21 @@ class Flow:
     def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """The conditions above a node, and whether it is in the branch where they hold."""
         while above := self._above.get(node):
-            if isinstance(above, ast.If) and node is not above.test:
+            main = isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+            if isinstance(above, ast.If) and node is not above.test and not main:
                 yield above.test, node in above.body
             node = above
+
+    def covered(self, nodes: Sequence[ast.AST]) -> bool:
+        """Whether one of these runs, whatever the conditions are that only a run knows."""
+        rows = [{ast.unparse(test): held for test, held in self.taken(one)} for one in nodes]
+        for row in rows:  # which grows: two that differ in one condition are one without it
+            for other in [one for one in rows if one.keys() == row.keys()]:
+                differ = [test for test in row if row[test] is not other[test]]
+                joined = {test: held for test, held in row.items() if test not in differ}
+                if len(differ) == 1 and joined not in rows:
+                    rows.append(joined)
+        return {} in rows
 
     def after(self, marks: Sequence[ast.AST]) -> set[ast.AST]:
         """The nodes of all statements that follow one of these in its own block."""

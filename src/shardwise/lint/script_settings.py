@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -57,7 +58,8 @@ class Settings:
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
-        self._branch, self._maybe = False, dict[Key, Any]()  # what only one branch says
+        self._branch, self._maybe = False, dict[Key, Any]()  # what only branches say
+        self._node, self._nodes = ast.AST(), defaultdict[Key, list[ast.AST]](list)  # of the calls that do
         self.trainings = list[int]()  # the lines of several
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         made = [one for one in nodes if isinstance(one, ast.Call)]
@@ -109,6 +111,7 @@ class Settings:
                 pass
             case ast.Call():
                 self._branch = bool(self.calls) and not self.known.flow.certain(node)
+                self._node = node
                 self._call(node, self._called(node))
                 self._branch = False
             case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
@@ -335,9 +338,12 @@ class Settings:
             first = key[-1] in holder if isinstance(holder, dict) else True
             maybe = self._maybe.get(key)
             if maybe is not None and value in (maybe, None, UNKNOWN, {}) and line != self.marks[key].line:
-                first = value != maybe  # what two branches say, or a branch and the rest, is certain
+                self._nodes[key].append(self._node)
+                all_ = not self._branch or self.known.flow.covered(self._nodes[key])
+                first = value != maybe or not all_  # what each branch says, or one and the rest, is certain
             elif not first and self._branch and value not in (None, UNKNOWN, {}) and key not in self.marks:
                 self._maybe[key], value = value, UNKNOWN
+                self._nodes[key].append(self._node)
             if first or (self.calls and (value is None or (key in self.marks and value != maybe))):
                 continue
             if value in (None, UNKNOWN):

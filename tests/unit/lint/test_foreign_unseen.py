@@ -328,7 +328,7 @@ CASES: dict[str, Case] = {
     ),
     "flags of a list that a branch adds to": (
         {
-            "run.sh": 'N=8\nCMD=(\n  python train.py\n  --lora_r "$N"\n  --epochs 2\n)\nif [ -n "$MORE" ]; then\n  CMD+=(--more "$MORE")\nfi\n"${CMD[@]}"\n',
+            "run.sh": 'N=8\nPY=python\nCMD=(\n  "$PY" train.py\n  --lora_r "$N"\n  --epochs 2\n)\nif [ -n "$MORE" ]; then\n  CMD+=(--more "$MORE")\nfi\n"${CMD[@]}"\n',
             "train.py": f"import fire\n{HEAD}from peft import LoraConfig\ndef train(lora_r=64, epochs=3, more=None):\n    LoraConfig(r=lora_r)\n    Trainer(m, TrainingArguments('o', num_train_epochs=epochs)).train()\nfire.Fire(train)\n",
         },
         {"model.lora.rank": 8, "train.epochs": 2},
@@ -352,6 +352,30 @@ CASES: dict[str, Case] = {
         {"optimizer.learning_rate": None},
         ("to do: train.py:3: add data/plans.py to --from",),
         (),
+    ),
+    "what two of three branches say": (
+        {
+            "train.py": f"{HEAD}kind = input()\nif kind == 'a':\n    args = TrainingArguments('o', learning_rate=3e-5)\nelif kind == 'b':\n    args = TrainingArguments('o', learning_rate=3e-5, seed=int(kind))\nelse:\n    args = made(kind)\nTrainer(m, args).train()\n"
+        },
+        {"optimizer.learning_rate": None},
+        ("learning_rate: its value could not be read",),
+        (),
+    ),
+    "what all three branches say": (
+        {
+            "train.py": f"{HEAD}kind = input()\nif kind == 'a':\n    args = TrainingArguments('o', learning_rate=3e-5)\nelif kind == 'b':\n    args = TrainingArguments('o', learning_rate=3e-5, weight_decay=0.1)\nelse:\n    args = TrainingArguments('o', learning_rate=3e-5, weight_decay=0.2)\nTrainer(m, args).train()\n"
+        },
+        {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": None},
+        ("weight_decay: its value could not be read",),
+        (),
+    ),
+    "a seed that only a run knows": (
+        {
+            "train.py": f"{UNSLOTH}m, t = FastLanguageModel.from_pretrained('a/b')\nm = FastLanguageModel.get_peft_model(m, r=8)\nSFTTrainer(model=m, args=SFTConfig(seed=int(input()))).train()\n"
+        },
+        {"train.seed": None},
+        (),
+        ("train.seed=3407",),
     ),
 }
 
