@@ -377,6 +377,27 @@ CASES: dict[str, Case] = {
         (),
         ("train.seed=3407",),
     ),
+    "a section within a section": (
+        {
+            "a.yaml": "model:\n  base: x\ntraining:\n  run: 1\n  args:\n    learning_rate: 3.0e-5\n    num_train_epochs: 2\n    per_device_train_batch_size: 4\n  sft:\n    max_seq_length: 5000\n"
+        },
+        {
+            "optimizer.learning_rate": 3e-5,
+            "train.epochs": 2,
+            "train.micro_batch": 4,
+            "data.sequence_length": 5000,
+        },
+        (),
+        (),
+    ),
+    "plans that change a section": (
+        {
+            "a.yaml": "training:\n  learning_rate: 3.0e-5\n  num_train_epochs: 2\n  per_device_train_batch_size: 4\nplans:\n  small:\n    training:\n      learning_rate: 9.0e-5\n      num_train_epochs: 1\n      per_device_train_batch_size: 1\n    data:\n      max_seq_length: 64\n"
+        },
+        {"optimizer.learning_rate": 3e-5, "train.epochs": 2},
+        ("to do: a.yaml:1: training, plans.small.training: give a file with the one of these sections",),
+        (),
+    ),
 }
 
 
