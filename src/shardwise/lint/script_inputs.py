@@ -60,8 +60,6 @@ class Inputs:
         self._files = dict[ast.AST, ast.Dict | None]()
         self.defined = set[str]()  # flags of the command that the script has
         self.taken = set[str]()  # those whose value is the value of something
-        self._leaves = dict[ast.AST, str]()  # of loaded files, and their keys
-        self.used = set[str]()  # those whose value is the value of something
         self.loaded = set[Path]()  # files that the script reads
         self.outside = set[str]()  # files that it names elsewhere, which are not read
         self.supported = False  # whether a value depends on what a GPU supports
@@ -114,8 +112,6 @@ class Inputs:
         """Note that a node's value is used."""
         if node in self._nodes:
             self.taken.add(self._nodes[node])
-        if node in self._leaves:
-            self.used.add(self._leaves[node])
 
     def file(
         self, call: ast.Call, meant: Callable[[ast.AST], ast.AST], value_of: Callable[[ast.AST], Any]
@@ -151,7 +147,6 @@ class Inputs:
                 continue
             if made is not None:
                 self.loaded.add(real)
-                self._leaves |= {node: key for key, node in _leaves(made)}
                 return made
         return None
 
@@ -226,13 +221,6 @@ def _mapping(value: Any, line: int) -> ast.Dict | None:
     for node in (one for one in ast.walk(made) if isinstance(one, ast.expr)):
         node.lineno = line
     return made if isinstance(made, ast.Dict) else None
-
-
-def _leaves(made: ast.Dict, above: str = "") -> Iterator[tuple[str, ast.expr]]:
-    """The dotted key and the value of each leaf of a mapping."""
-    for key, value in zip(made.keys, made.values, strict=True):
-        name = above + str(getattr(key, "value", ""))
-        yield from _leaves(value, f"{name}.") if isinstance(value, ast.Dict) else [(name, value)]
 
 
 def _file_name(node: ast.AST, meant: Callable[[ast.AST], ast.AST], value_of: Callable[[ast.AST], Any]) -> str:

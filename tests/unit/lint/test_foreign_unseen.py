@@ -296,7 +296,7 @@ CASES: dict[str, Case] = {
             "own.json": '{"learning_rate": 3e-5, "weight_decay": 0.2, "adam_beta2": 0.95}',
         },
         {"optimizer.learning_rate": 3e-5, "optimizer.weight_decay": None, "optimizer.beta2": 0.999},
-        ("left out: own.json: weight_decay, adam_beta2: no script reads it",),
+        ("left out: own.json: adam_beta2, weight_decay: no script reads it",),
         (),
     ),
     "keys of a file that a call takes together": (

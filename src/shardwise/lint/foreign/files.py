@@ -76,7 +76,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
-            taken |= inputs.taken | inputs.used
+            taken |= inputs.taken
     asked = {Path(one).resolve() for one in files}
     for at, one in enumerate(plain):
         if one.kind == "training" and one.section("deepspeed"):
@@ -88,7 +88,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     named = [one for one in plain if one not in mine]
     given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
     apart = [
-        without_idle(one, taken, texts, said)
+        without_idle(one, texts, taken, said)
         if Path(one.name).resolve() in loaded
         else opened(one, scripts, said)
         for one in mine

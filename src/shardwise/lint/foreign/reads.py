@@ -27,17 +27,21 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
         yield f"to do: {script.name}:{min(away.values())}: {what}"
 
 
-def without_idle(document: Document, used: set[str], texts: str, said: list[str]) -> Document:
-    """A file that a script loads, without the keys that no script names, where none takes all keys."""
-    keys = {key: key.rpartition(".")[2] for key, _ in leaves(document.values)}
-    idle = [key for key, name in keys.items() if not re.search(rf"\b{re.escape(name)}\b", texts)]
-    idle = [key for key in idle if not re.search(r"\.\d", key)]
-    if not idle or not used & keys.keys() or _TAKES_ALL.search(texts):
+def without_idle(document: Document, texts: str, taken: set[str], said: list[str]) -> Document:
+    """A file that a script loads, without the keys that no script names, where none takes all keys.
+
+    The others are `taken`.
+    """
+    keys = {key: key.rpartition(".")[2] for key, _ in leaves(document.values) if not re.search(r"\.\d", key)}
+    named = {key for key, name in keys.items() if re.search(rf"\b{re.escape(name)}\b", texts)}
+    taken |= named
+    idle = keys.keys() - named
+    if not named or not idle or _TAKES_ALL.search(texts):
         return document
     values = deepcopy(dict(document.values))
     for *above, last in (key.split(".") for key in idle):
         del reduce(getitem, above, values)[last]
-    said.append(f"left out: {document.name}: {', '.join(idle)}: no script reads it")
+    said.append(f"left out: {document.name}: {', '.join(sorted(idle))}: no script reads it")
     return replace(document, values=values)
 
 
