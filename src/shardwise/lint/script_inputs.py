@@ -91,6 +91,11 @@ class Inputs:
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
                 self.supported |= not ast.unparse(called).endswith("is_available")
                 return True
+            case ast.Compare(left=one, ops=[ast.In() | ast.NotIn() as op], comparators=[held]) if self.folder:
+                sides = value_of(one), value_of(held)  # of a job: rules need more to be sure of a branch
+                texts = {*map(type, sides)} == {str}
+                known = UNKNOWN not in sides and (texts or isinstance(sides[1], list))
+                return (sides[0] in sides[1]) is isinstance(op, ast.In) if known else UNKNOWN
             case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
                 count = self.environment.get(_WORLD, "")
                 return int(count) if count.isdecimal() else UNKNOWN

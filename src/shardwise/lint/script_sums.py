@@ -21,7 +21,6 @@ _SIGNS += " Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge Is:eq IsNot:ne"
 _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
-_SUMS |= {ast.In: lambda one, held: one in held, ast.NotIn: lambda one, held: one not in held}
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "int": int,

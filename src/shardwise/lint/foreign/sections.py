@@ -39,8 +39,8 @@ def opened(document: Document, scripts: Sequence[Document], said: list[str]) -> 
     places = [(one.get(*key) is None, ".".join(key)) for one in scripts for key in one.marks]
     open_ = {target for is_open, key in places if is_open for target in targets(key, below=True)}
     decided = {target for _, key in places for target in targets(key, below=True)} - open_
-    beside = [path for path in sections if path not in trained and path[:-1] in ((), top[0][:-1])]
-    chosen = [*beside, *(top if len(top) == 1 else [])]
+    near = [path for path in sections if path not in trained and path[:-1] in ((), top[0][:-1])]
+    chosen = [*near, *(top if len(top) == 1 else [])]
     moved = [one for path in chosen for one in _keys(path, sections[path])]
     moved = [one for one in moved if not targets(one[-1], below=False) & decided]
     if scripts and not any(targets(one[-1], below=False) & open_ for one in moved):
