@@ -300,8 +300,6 @@ class Values(Bound):
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
-        if self._inputs.imported and not self._uses_of(function) and not made:  # another file calls it
-            found = [one for one in (self._inputs.flag([arg.arg]),) if one]
         for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):

@@ -183,6 +183,14 @@ CASES: dict[str, Case] = {
         (),
         (OWN_LOSS,),
     ),
+    "a loss that a function of its name counts": (
+        {
+            "train.py": f"{HEAD}def mean_loss(rows):\n    loss = 0\n    for row in rows:\n        loss += m(**row).loss.item()\n    return loss / len(rows)\nTrainer(m, TrainingArguments('o'), compute_metrics=mean_loss).train()\n"
+        },
+        {},
+        (),
+        (OWN_LOSS,),
+    ),
     "flags that nobody reads": (
         {
             "run.sh": "python train.py --splits train,test --note hi --learning_rate 1e-4 --output_dir o\n",

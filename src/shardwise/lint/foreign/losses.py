@@ -35,7 +35,7 @@ def _terms(scope: ast.FunctionDef | ast.Module) -> Iterator[int]:
     """The line where a function, or a script's top level, has another loss, or adds a term to the model's."""
     name, text, parts = getattr(scope, "name", ""), ast.unparse(scope), [*own_parts(scope)]
     if name == "compute_loss" and (_WORDS["more_loss"].search(text) or not _WORDS["model_loss"].search(text)):
-        yield scope.body[0].lineno - 1
+        yield getattr(scope, "lineno", 1)
     calls = [one for one in parts if isinstance(one, ast.Call) and name_of(one.func).endswith("backward")]
     learned = {one.id for call in calls for one in ast.walk(call) if isinstance(one, ast.Name)}
     learned |= {"loss"} if "loss" in name else set()
@@ -45,8 +45,8 @@ def _terms(scope: ast.FunctionDef | ast.Module) -> Iterator[int]:
                 yield node.lineno
             case ast.Assign(targets=[ast.Name(id=to)], value=value) if to in learned and _is_sum(value):
                 yield node.lineno
-            case ast.AugAssign(target=ast.Name(id=to), op=ast.Add()) if to in learned:
-                yield node.lineno
+            case ast.AugAssign(target=ast.Name(id=to), op=ast.Add(), value=value) if to in learned:
+                yield from [node.lineno] if ".item()" not in ast.unparse(value) else []  # which is shown
 
 
 def _is_sum(value: ast.expr) -> bool:
