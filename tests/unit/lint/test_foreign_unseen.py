@@ -191,13 +191,21 @@ CASES: dict[str, Case] = {
         (),
         (OWN_LOSS,),
     ),
+    "conversations by the template of the tokenizer": (
+        {
+            "train.py": f"{HEAD}rows = rows.map(lambda row: {{'text': tokenizer.apply_chat_template(row['messages'], tokenize=False)}})\nTrainer(m, TrainingArguments('o'), train_dataset=rows).train()\n"
+        },
+        {},
+        (),
+        ("tokenised field",),
+    ),
     "flags that nobody reads": (
         {
             "run.sh": "python train.py --splits train,test --note hi --learning_rate 1e-4 --output_dir o\n",
             "train.py": f"{FIELDS}print(m.note)\nTrainer(model=make(m), args=t).train()\n",
         },
         {"optimizer.learning_rate": 1e-4},
-        ("to do: run.sh:1: splits: no script of --from reads these flags", "a job has no such key: note"),
+        ("to do: run.sh:1: splits: no script of --from reads them", "a job has no such key: note"),
         (),
     ),
     "a flag of a parser in another file is read": (
@@ -207,7 +215,7 @@ CASES: dict[str, Case] = {
             "made.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', type=float)\np.add_argument('--odd')\np.add_argument('--model_name_or_path')\nargs = p.parse_args()\n",
         },
         {"optimizer.learning_rate": 1e-4},
-        ("run.sh:1: odd: no script of --from reads these flags",),
+        ("run.sh:1: odd: no script of --from reads them",),
         ("no such key: rate", "no such key: odd"),
     ),
     "keys of a file that the script uses": (

@@ -54,7 +54,7 @@ def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> No
         flags = [name for name in sorted(one.flags - read - used) if start + name in said]
         flags = [name for name in flags if not re.search(rf"\b{re.escape(name)}\b", asked)]
         if flags and one.syntax == "shell":
-            what = f"{', '.join(flags)}: no script of --from reads these flags; add the one that does"
+            what = f"{', '.join(flags)}: no script of --from reads them; add the one that does, if any"
             said.append(f"to do: {one.name}:{min(one.line((flag,)) for flag in flags)}: {what}")
             used = used | {*flags}
     said[:] = [one for one in said if one.removeprefix(start) not in used]
