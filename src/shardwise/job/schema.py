@@ -158,8 +158,8 @@ class Optimizer(Section):
     """Largest global gradient norm; 0 turns clipping off."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the rate after warm-up; `wsd`: constant, then down over the last 20 % of the steps."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Steps of linear warm-up; unset means 3 % of all steps."""
+    warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Steps of linear warm-up, or below 1 the share of all steps, rounded up; unset means 3 %."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Learning rate at the last step as a share of the peak."""
 

@@ -102,6 +102,8 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         if "integer" in allowed and isinstance(value, float) and value.is_integer():
             return f"write `{name}: {int(value)}`"
+        if "an integer" in allowed and "below 1" in allowed and value > 1:
+            return f"write `{name}: {round(value)}` for so many, or a share below 1"
         if "text" in allowed or "a name" in allowed:
             return f'put it in quotes: `{name}: "{value}"`'
     return ""

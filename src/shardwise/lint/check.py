@@ -17,7 +17,7 @@ from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, read, referred, text_of
+from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, imported, read, referred, text_of
 from shardwise.lint.rules import RULES
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
@@ -28,7 +28,6 @@ from shardwise.models.catalog import no_tokenizer
 from shardwise.space.candidates import candidates
 from shardwise.space.rules import EVERY_RULE
 
-_IMPORTS = re.compile(r"^ *(?:from \.*|import )([\w.]+)", re.MULTILINE)
 _READS_YAML = re.compile(rf"{LOADS_YAML.pattern}|yaml\.\w+_load\(|OmegaConf\.load\(|hydra\.main")
 _YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
@@ -329,9 +328,7 @@ def unreached(setup: Setup) -> list[str]:
     said, named = list[str](), {os.path.realpath(one.name) for one in setup.documents}
     scripts = [one for one in setup.of("training") if one.syntax == "python"]
     for one in scripts:
-        modules = dict.fromkeys(found[1].replace(".", "/") + ".py" for found in _IMPORTS.finditer(one.text))
-        paths = found([*modules], Path(one.name).parent)
-        if unread := [str(path) for path in paths if os.path.realpath(path) not in named]:
+        if unread := [str(path) for path in imported(one) if os.path.realpath(path) not in named]:
             said.append(f"what {one.name} imports of {', '.join(unread)}: name these files, too")
         run = as_run(one, [other for other in setup.of("training") if other.name != one.name])
         for line, open_ in not_followed(run):

@@ -10,7 +10,7 @@ from shardwise.errors import JobError
 from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Kind, UnreadableError, place_in_cells
+from shardwise.lint.document import Document, Kind, UnreadableError, line_at, place_in_cells
 from shardwise.lint.schema import closest, deepspeed_schema, names
 from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import STARTS, is_command, read_shell
@@ -18,6 +18,7 @@ from shardwise.lint.text import read_json, read_yaml
 
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
+_IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
@@ -188,6 +189,17 @@ def found(files: Sequence[str], folder: Path) -> list[Path]:
     """The files that exist, relative to the working directory or to a folder."""
     paths = [next((p for p in (Path(file), folder / file) if is_file(p)), None) for file in files]
     return [path for path in paths if path is not None]
+
+
+def imported(script: Document) -> dict[Path, int]:
+    """The files that a script imports, as far as they are near it, and the lines that do."""
+    files, folder = dict[Path, int](), Path(script.name).parent
+    for one in _IMPORTS.finditer(script.text):
+        modules = [one[1], *(f"{one[1]}.{name}" for name in re.findall(r"\w+", one[2] or ""))]
+        names_ = [module.strip(".").replace(".", "/") + ".py" for module in modules]
+        for path in (*found(names_, folder), *found(names_, folder.parent)):
+            files.setdefault(path, line_at(script.text, one.start(1)))
+    return files
 
 
 def is_file(path: Path) -> bool:

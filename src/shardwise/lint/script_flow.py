@@ -1,7 +1,7 @@
 """Which statements of a script run, and in what block they are."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardwise.lint.script_sums import UNKNOWN
@@ -11,10 +11,14 @@ _IS_MAIN = "__name__ == '__main__'"
 
 
 class Flow:
-    """`above`: the parent of each node. `imported`: whether another script is the one that is started."""
+    """`above`: the parent of each node. `imported`: programs that are not started, but imported."""
 
     def __init__(
-        self, above: Mapping[ast.AST, ast.AST], value_of: Callable[[ast.AST], Any], *, imported: bool
+        self,
+        above: Mapping[ast.AST, ast.AST],
+        value_of: Callable[[ast.AST], Any],
+        *,
+        imported: Collection[ast.AST],
     ) -> None:
         self._above, self._value_of, self._imported = above, value_of, imported
 
@@ -23,7 +27,7 @@ class Flow:
         while above := self._above.get(node):
             if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
                 taken = self._value_of(above.test)
-                if self._imported and ast.unparse(above.test) == _IS_MAIN:
+                if self._above.get(above) in self._imported and ast.unparse(above.test) == _IS_MAIN:
                     taken = False
                 inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
                 if taken != UNKNOWN and bool(taken) is not inside:
@@ -50,9 +54,21 @@ class Flow:
     def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """The conditions above a node, and whether it is in the branch where they hold."""
         while above := self._above.get(node):
-            if isinstance(above, ast.If) and node is not above.test:
+            main = isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+            if isinstance(above, ast.If) and node is not above.test and not main:
                 yield above.test, node in above.body
             node = above
+
+    def covered(self, nodes: Sequence[ast.AST]) -> bool:
+        """Whether one of these runs, whatever the conditions are that only a run knows."""
+        rows = [{ast.unparse(test): held for test, held in self.taken(one)} for one in nodes]
+        for row in rows:  # which grows: two that differ in one condition are one without it
+            for other in [one for one in rows if one.keys() == row.keys()]:
+                differ = [test for test in row if row[test] is not other[test]]
+                joined = {test: held for test, held in row.items() if test not in differ}
+                if len(differ) == 1 and joined not in rows:
+                    rows.append(joined)
+        return {} in rows
 
     def after(self, marks: Sequence[ast.AST]) -> set[ast.AST]:
         """The nodes of all statements that follow one of these in its own block."""

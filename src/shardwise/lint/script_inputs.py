@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -51,7 +50,8 @@ class Inputs:
     alone: bool = False  # whether nothing starts other processes
     imported: bool = False  # whether another script is the one that is started
     given: Sequence[str] = ()  # files of settings, one of which the script may read
-    elsewhere: Mapping[str, ast.expr] = field(default_factory=dict)  # flags, fields and constants of others
+    stem: str = ""  # the script's name as a module
+    others: Mapping[str, ast.Module] = field(default_factory=dict)  # named scripts, which it may import
     content: Mapping[str, Any] | None = None  # of whatever file the script loads
 
     def __post_init__(self) -> None:
@@ -91,6 +91,11 @@ class Inputs:
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
                 self.supported |= not ast.unparse(called).endswith("is_available")
                 return True
+            case ast.Compare(left=one, ops=[ast.In() | ast.NotIn() as op], comparators=[held]) if self.folder:
+                sides = value_of(one), value_of(held)  # of a job: rules need more to be sure of a branch
+                texts = {*map(type, sides)} == {str}
+                known = UNKNOWN not in sides and (texts or isinstance(sides[1], list))
+                return (sides[0] in sides[1]) is isinstance(op, ast.In) if known else UNKNOWN
             case ast.Call() | ast.Attribute() if _COUNT.match(ast.unparse(node)):
                 count = self.environment.get(_WORLD, "")
                 return int(count) if count.isdecimal() else UNKNOWN
@@ -254,31 +259,17 @@ def options(call: ast.Call) -> Option:
     return flags, name.replace("-", "_"), default
 
 
-def _declared(text: str) -> Iterator[Option]:
-    """The flags of a script's parsers, and the fields of its classes."""
+def options_of(text: str) -> set[str]:
+    """The names of a script's own flags: of parsers, and the fields of classes."""
+    found = set[str]()
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Call(func=called) if name_of(called).endswith("add_argument"):
-                yield options(node)
+                found |= {*options(node)[0]}
             case ast.ClassDef(body=body):
-                typed = {ast.unparse(one.target): None for one in body if isinstance(one, ast.AnnAssign)}
-                yield from (
-                    ([name], name, default) for name, default in {**typed, **dict(fields(node))}.items()
-                )
-
-
-def options_of(text: str) -> set[str]:
-    """The names of a script's own flags: of parsers, and the fields of classes."""
-    return {flag for flags, *_ in _declared(text) for flag in flags}
-
-
-def defaults_of(text: str) -> dict[str, ast.expr]:
-    """What a name is in scripts, as a flag, a field or a constant; not where it is several things."""
-    constants = (one for one in ast.parse(text).body if isinstance(one, ast.Assign))
-    found = [(ast.unparse(one.targets[0]), one.value) for one in constants]
-    found += [(name, default) for _, name, default in _declared(text) if default is not None]
-    several = Counter(name for name, _ in {(name, ast.unparse(default)) for name, default in found})
-    return {name: default for name, default in found if several[name] == 1}
+                found |= {ast.unparse(one.target) for one in body if isinstance(one, ast.AnnAssign)}
+                found |= {name for name, _ in fields(node)}
+    return found
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
@@ -327,6 +318,8 @@ def presets(function: ast.FunctionDef) -> dict[str, ast.expr]:
 
 def name_of(function: ast.AST) -> str:
     """The name of a call, such as `deepspeed.initialize`; the last name of a longer chain."""
+    if isinstance(function, ast.Subscript) and isinstance(function.slice, ast.Constant):
+        return str(function.slice.value)  # `modules["SFTTrainer"](...)`
     if isinstance(function, ast.Attribute):
         return f"{name_of(function.value)}." * isinstance(function.value, ast.Name) + function.attr
     return function.id if isinstance(function, ast.Name) else ""

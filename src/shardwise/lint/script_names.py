@@ -10,7 +10,8 @@ Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its
 
 Change = tuple[ast.expr, Key | None, ast.expr | None, ast.AST]
 
-_READS = ("copy", "get", "items", "keys", "values")  # methods that leave a dict as it is
+# methods that leave a dict as it is, and those of texts in it
+_READS = {"copy", "get", "items", "keys", "values", *(name for name in dir(str) if name[0] != "_")}
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
 _CLASSES = ("Trainer", "TrainingArguments", "SFTConfig")
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,6 +21,7 @@ LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
+_COPIES = ("copy", "deepcopy", "replace")
 _OWN = ("TrainingArguments", "SFTConfig")
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
@@ -56,7 +58,8 @@ class Settings:
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
         self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
-        self._branch, self._maybe = False, dict[Key, Any]()  # what only one branch says
+        self._branch, self._maybe = False, dict[Key, Any]()  # what only branches say
+        self._node, self._nodes = ast.AST(), defaultdict[Key, list[ast.AST]](list)  # of the calls that do
         self.trainings = list[int]()  # the lines of several
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         made = [one for one in nodes if isinstance(one, ast.Call)]
@@ -108,6 +111,7 @@ class Settings:
                 pass
             case ast.Call():
                 self._branch = bool(self.calls) and not self.known.flow.certain(node)
+                self._node = node
                 self._call(node, self._called(node))
                 self._branch = False
             case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
@@ -181,11 +185,14 @@ class Settings:
                 self._put(self.rows.text_by(one, "filter" if last == "filter" else "text"))
         if last in names("trainers") and self.calls:
             self._collator(call)
+            self._made_elsewhere(call, "SFTConfig" if last.startswith("SFT") else "TrainingArguments")
         said = self._given(call, last)
         if more := said.pop(("**",), None):
             self.uses |= {f"{called}(**)"} if last in names("calls") else set()
             self._put({("**", last): more} if self.calls else {})
         said = self._configured(called, said)
+        if last == "get_peft_model" and re.match(r"Fast\w*Model\.", called):
+            said.setdefault(("r",), (call.lineno, 16))
         if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
             self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
             self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
@@ -201,6 +208,14 @@ class Settings:
         name = name_of(made.func) if isinstance(made, ast.Call) else getattr(made, "name", "")
         if made is not None and name.rpartition(".")[2] not in names("collators"):
             self._put({("own_collator()",): (call.lineno, UNKNOWN)})
+
+    def _made_elsewhere(self, call: ast.Call, kind: str) -> None:
+        """Of a trainer: arguments that a function makes which no script shows."""
+        given = next((one.value for one in call.keywords if one.arg == "args"), [*call.args, None, None][1])
+        made = self.known.meant(given) if given else None
+        name = self.known.meant(made.func) if isinstance(made, ast.Call) else None
+        if isinstance(name, ast.Name) and name.id[:1].islower() and name.id not in _COPIES:
+            self._put({("**", kind): (call.lineno, UNKNOWN)})
 
     def _given(self, call: ast.Call, last: str) -> Said:
         """The arguments of a call, by name and by place, and those that are set later."""
@@ -323,9 +338,12 @@ class Settings:
             first = key[-1] in holder if isinstance(holder, dict) else True
             maybe = self._maybe.get(key)
             if maybe is not None and value in (maybe, None, UNKNOWN, {}) and line != self.marks[key].line:
-                first = value != maybe  # what two branches say, or a branch and the rest, is certain
+                self._nodes[key].append(self._node)
+                all_ = not self._branch or self.known.flow.covered(self._nodes[key])
+                first = value != maybe or not all_  # what each branch says, or one and the rest, is certain
             elif not first and self._branch and value not in (None, UNKNOWN, {}) and key not in self.marks:
                 self._maybe[key], value = value, UNKNOWN
+                self._nodes[key].append(self._node)
             if first or (self.calls and (value is None or (key in self.marks and value != maybe))):
                 continue
             if value in (None, UNKNOWN):

@@ -1,7 +1,6 @@
 """What expressions of a script stand for, as far as its text shows."""
 
 import ast
-import builtins
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -9,9 +8,9 @@ from typing import Any
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
-from shardwise.lint.script_flow import Flow
-from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, name_of, presets
-from shardwise.lint.script_names import Said, changes_by, name_as_imported, nested, part_of, path_of, rest_of
+from shardwise.lint.script_bound import REPLACE, Bound
+from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, fields, name_of, presets
+from shardwise.lint.script_names import Said, changes_by, name_as_imported, nested, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 __all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
@@ -22,33 +21,25 @@ DEEPEST = 60  # expressions within one another
 MOST_BOUND = 50  # values of one name; of more, none is known
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
-_NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
-_REPLACE = ("dataclasses.replace", "replace")
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 
 
-class Values:
+class Values(Bound):
     """`inputs`: what a command gives the script. With it, flags and fields of classes have their defaults."""
 
     def __init__(self, program: ast.Module, inputs: Inputs | None = None) -> None:
-        nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
-        self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
-        self._bound, self._uses, self._changes = (defaultdict[Any, list[Any]](list) for _ in range(3))
+        super().__init__(program, inputs or NOTHING, self.value)
+        self._changes = defaultdict[Any, list[Any]](list)
         self._read, self._steps = 0, 0
-        self._defaults, self._inputs = inputs is not None, inputs or NOTHING
-        self.flow = Flow(self._above, self.value, imported=self._inputs.imported)
-        self.presets = Presets(self._inputs)
-        self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
-        self._attributes = list[tuple[ast.Attribute, ast.expr | None]]()  # that are set
+        self._defaults = inputs is not None
+        self.presets, self._far = Presets(self._inputs), Presets(self._inputs)
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
-        for node in nodes:
-            self._bind(node)
-        for node in nodes if self._defaults else ():
-            self.presets.take(node, self.meant)
+        for node in self._links.nodes if self._defaults else ():
+            (self._far if self._links.away(node) else self.presets).take(node, self.meant)
         for node, value in self._attributes:
             self._store(node, value)
-        for node in nodes:
+        for node in self._links.nodes:
             self._change(node)
 
     def meant(self, node: ast.AST) -> ast.AST:
@@ -63,14 +54,6 @@ class Values:
             node = found[0]
         self._open = before
         return node
-
-    def undefined(self) -> dict[str, int]:
-        """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
-        bound = {*dir(builtins), *_NOTEBOOK, *(name for _, name in self._bound)}
-        names_ = (one for uses in self._uses.values() for one in uses if isinstance(one, ast.Name))
-        used = {one.id: one.lineno for one in reversed([*names_])}
-        unseen = "*" in bound or {"exec", "eval", "globals"} & used.keys()
-        return {one: used[one] for one in used if not unseen and one not in bound and "." not in one}
 
     def arguments(self, call: ast.Call) -> Said:
         """A call's keyword arguments, and those in a mapping; `**` if only a run knows these."""
@@ -91,11 +74,12 @@ class Values:
         self._read += 1  # dicts of dicts can stand for any number
         if (rows := self._rows(found)) is None or found in self._reading or self._read > MOST_READ:
             return {key: (line or node.lineno, self.value(found))}
-        at = line or getattr(found, "lineno", 0)
+        away = self._links.away(found)  # whose lines are another file's
+        at = line or getattr(node if away else found, "lineno", 0)
         said: Said = {key: (at, {})}
         self._reading.add(found)
-        for path, item, line in rows:
-            inner = (*key, *(path or ()))
+        for path, item, there in rows:
+            inner, line = (*key, *(path or ())), at if away else there
             below = self.entries(item, inner, line) if item else {inner: (line, UNKNOWN)}
             above = [inner[:n] for n in range(len(key), len(inner))]
             open_ = path is None or (not path and below.pop(inner)[1] != {})
@@ -130,7 +114,8 @@ class Values:
         if node in self._reading or len(self._reading) > DEEPEST:
             return UNKNOWN
         self._reading.add(node)
-        own = isinstance(node, ast.Attribute) and isinstance(self.meant(node.value), ast.ClassDef)
+        holder = self.meant(node.value) if isinstance(node, ast.Attribute) else None
+        own = isinstance(holder, ast.ClassDef | ast.Module)
         made = UNKNOWN if own else literal(node)  # a name of a library is a value: `torch.float16`
         if made == UNKNOWN:
             made = computed(node, self.value)
@@ -144,12 +129,12 @@ class Values:
         for name, stores in [*self._stores.items()]:
             for holder, value in stores:
                 if made is holder or made in self._next(holder) or self._original(holder) is made:
-                    yield name, value
+                    yield name, None if name == "**" else value
 
     def _original(self, holder: ast.AST) -> ast.AST:
         """What a name holds, or holds a changed copy of."""
         made = self.meant(holder)
-        while isinstance(made, ast.Call) and made.args and name_of(made.func) in _REPLACE:
+        while isinstance(made, ast.Call) and made.args and name_of(made.func) in REPLACE:
             made = self.meant(made.args[0])
         return made
 
@@ -188,34 +173,6 @@ class Values:
                 return None
         return [*rows, *self._changes.get(node, [])]
 
-    def _bind(self, node: ast.AST) -> None:
-        above, scope = self._above.get(node), next(self.flow.scopes(node), None)
-        plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
-        value = getattr(above, "value", None) if plain else None
-        value = value or part_of(node, above, self._above.get(above) if above else None)
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
-                self._uses[name].append(node)
-            case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
-                pass  # `settings |= {...}` is a change
-            case ast.Name(id=name, ctx=ast.Store()):
-                self._bound[scope, name].append(value)
-            case ast.Attribute():
-                self._attributes.append((node, value))
-            case ast.Call(func=ast.Name(id="setattr"), args=[holder, ast.Constant(value=str(name)), given]):
-                certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
-                self._stores[name].append((holder, given if certain else None))
-            case ast.Call(args=[holder], keywords=given) if name_of(node.func) in _REPLACE:
-                for keyword in given:
-                    self._stores[keyword.arg or ""].append((holder, keyword.value))
-            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                self._bound[scope, name].append(node)
-            case ast.alias(name=name):
-                for one in ((node.asname or name).partition(".")[0], name):  # see `name_as_imported`
-                    self._bound[scope, one].append(None)
-            case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
-                self._bound[scope, name].append(None)
-
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
         """Note what an attribute is set to, but for the epochs that transformers' scripts compute again."""
         again = node.attr == "num_train_epochs" and value and "max_train_steps" in ast.unparse(value)
@@ -230,8 +187,6 @@ class Values:
                 found = next(
                     (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
                 )
-                if found and not any(found) and name.isupper() and name in self._inputs.elsewhere:
-                    return [self._inputs.elsewhere[name]]  # `from consts import RATE`
                 several = self._defaults and len(found) > 1
                 known = found if len(found) <= MOST_BOUND else []
                 return [one for one in known if not several or one is None or self.flow.runs(one)]
@@ -243,6 +198,8 @@ class Values:
                 return self._item(holder, key)
             case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *other]):
                 return self._item(holder, key, other)
+            case ast.BoolOp(op=ast.Or(), values=[one, ast.Dict(keys=[])]):
+                return [one]  # `yaml.safe_load(file) or {}`
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
                 own = (one for one in ast.walk(function) if isinstance(one, ast.Return | ast.Yield))
                 found = [one for one in own if next(self.flow.scopes(one)) is function]
@@ -251,39 +208,59 @@ class Values:
         return []
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
-        """What was stored there; else what the call that made the holder gives; else the flag or field."""
+        """What was stored there, or what `_of_made` says."""
         text, made = ast.unparse(holder), None
         if isinstance(holder, ast.Name) and self._stores[name]:
             made = self.meant(holder)
         stored = [
             value
             for other, value in self._stores[name]
-            if ast.unparse(other) == text or (isinstance(made, ast.Call) and self.meant(other) is made)
+            if (ast.unparse(other) == text and self._links.same(holder, other))
+            or (isinstance(made, ast.Call) and self.meant(other) is made)
             if not self._defaults or self.flow.runs(other)
         ]
         scopes = {next(self.flow.scopes(other), None) for other, _ in self._stores[name]}
         if stored:  # in several functions, of which the last one is run last
             return stored[-1:] if len(scopes) == len(self._stores[name]) and None not in stored else stored
         made = self.meant(holder) if self._defaults else None
+        if isinstance(made, ast.Module):
+            return self._bound.get((made, name), [])
+        for mapping in (one for other, one in self._stores["**"] if made and self.meant(other) is made):
+            if (item := self._item(mapping, ast.Constant(name)) if mapping else []) or self._is_open(mapping):
+                return item  # which a loop sets, whatever the fields are
+        return self._of_made(made, holder, name)
+
+    def _of_made(self, made: ast.AST | None, holder: ast.expr, name: str) -> list[Any]:
+        """What the call that made a holder gives an attribute; else the flag or field of that name."""
         if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
-            held = [one.value for one in made.keywords if one.arg is None] + made.args
-            if not given and len(held) == 1:
+            rest = [one.value for one in made.keywords if one.arg is None]
+            if not given and len(held := rest + made.args) == 1:
                 given = self._item(held[0], ast.Constant(name))
-            if given:
+            if given or (name not in self._inputs.flags and any(map(self._is_open, rest))):
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
             return self._item(made, ast.Constant(name))
-        known = self.presets.of(name)
-        root, _, path = f"{text}.{name}".partition(".")
+        maker = self.meant(made.func) if isinstance(made, ast.Call) else made
+        known = self._fields(maker, name) or self.presets.of(name) or self._far.of(name)
+        root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
         if not known and ARGUMENTS.match(root):
             if flag := self._inputs.flag([path]):
                 return [flag]  # of a parser in another file, or of hydra
-            if path in self._inputs.elsewhere and self._inputs.commanded:
-                return [self._inputs.elsewhere[path]]
             if path == "dataset_config" and self._inputs.commanded:
                 return [ast.Constant(None)]  # TRL's default
         return known
+
+    def _is_open(self, mapping: ast.expr | None) -> bool:
+        """Whether nothing shows the keys of a mapping."""
+        return mapping is None or self._rows(self.meant(mapping)) is None
+
+    def _fields(self, made: ast.AST | None, name: str) -> list[ast.expr]:
+        """What a class, or one that it is derived of, says of a field that the command does not give."""
+        if not isinstance(made, ast.ClassDef) or name in self._inputs.flags:
+            return []
+        own = [value for field, value in fields(made) if field == name]
+        return own or [value for base in made.bases for value in self._fields(self.meant(base), name)]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
         made = self.meant(holder)
@@ -323,9 +300,6 @@ class Values:
             return self._arguments[arg]
         flag = self._inputs.flag([arg.arg]) if self._uses.get(function.name) else None
         made = function.name == "__init__"
-        if self._inputs.imported and not self._uses_of(function) and not made:  # another file calls it
-            other = self._inputs.elsewhere.get(arg.arg) if self._inputs.commanded else None
-            found = [one for one in (self._inputs.flag([arg.arg]) or other,) if one]
         for use in self._uses_of(function):
             call, given = self._above[use], dict[Any, ast.expr]()
             if isinstance(call, ast.Call) and call.func is use and ast.Starred not in map(type, call.args):
@@ -379,7 +353,12 @@ class Values:
         """Where a function is called; `json.load` is no use of a `load` outside a class."""
         above = self._above[function]
         uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
-        return uses if isinstance(above, ast.ClassDef) else [one for one in uses if isinstance(one, ast.Name)]
+        uses = [one for one in uses if self.flow.runs(one)] if self._inputs.others else uses
+        method = isinstance(above, ast.ClassDef)
+        own = [one for one in uses if self._links.same(one, function)]
+        far = [one for one in uses if self._links.joins(one, function)]
+        own = own if method else [one for one in own if isinstance(one, ast.Name)]
+        return own + (far if method else [one for one in far if self.meant(one) is function])
 
     def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
         """Where the only call of a function made what a name holds; None if no such call did."""

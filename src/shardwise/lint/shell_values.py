@@ -119,7 +119,8 @@ class Variables:
                 before = self._known.get(name)
                 script = [at for at, word in enumerate(before or [], 1) if word.endswith(".py")]
                 if more and not sure and isinstance(before, list) and script:  # a branch may add flags
-                    self._set(name, [*before[: script[0]], f"${name}"], True)
+                    same = {*before} & {word for word in value or () if word.startswith("-")}
+                    self._set(name, [*before[: script[0] if same or not value else None], f"${name}"], True)
                     continue
                 self._set(name, None if index else self._joined(name, value) if more else value, sure)
             self._known |= dict.fromkeys(_within(text))

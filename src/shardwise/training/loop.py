@@ -293,8 +293,11 @@ def _copy_back(result: StepResult) -> Callable[[], list[float]]:
 
 
 def warmup_steps(optimizer: Optimizer, steps: int) -> int:
-    """Steps of linear warm-up: as asked, or 3 % of all steps."""
-    return round(WARMUP_SHARE * steps) if optimizer.warmup_steps is None else optimizer.warmup_steps
+    """Steps of linear warm-up: as asked, or 3 % of all steps. A share leaves a step after the warm-up."""
+    asked = optimizer.warmup_steps
+    if asked is None:
+        return round(WARMUP_SHARE * steps)
+    return asked if isinstance(asked, int) else min(math.ceil(asked * steps), steps - 1)
 
 
 def check_warmup(optimizer: Optimizer, steps: int) -> None:

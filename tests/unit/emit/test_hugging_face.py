@@ -15,7 +15,7 @@ from shardwise.emit.files import trainer_flags
 from shardwise.engines import descriptor
 from shardwise.job.schema import Optimizer, Train
 from shardwise.strategy import Strategy
-from shardwise.training.loop import learning_rate
+from shardwise.training.loop import learning_rate, warmup_steps
 
 STEPS = 40
 
@@ -47,6 +47,15 @@ def test_the_trainer_s_learning_rate_is_the_job_s(schedule: Any, final_fraction:
 def test_a_warm_up_that_nobody_set_is_a_share() -> None:
     flags = dict(trainer_flags(Strategy(engine="deepspeed", stage=2), Optimizer()))
     assert float(flags["warmup_steps"]) == 0.03
+
+
+def test_a_share_of_warm_up_is_one_for_the_trainer() -> None:
+    from transformers import TrainingArguments
+
+    asked = Optimizer(warmup_steps=0.125)
+    flags = dict(trainer_flags(Strategy(engine="deepspeed", stage=2), asked))
+    arguments = TrainingArguments("o", warmup_steps=float(flags["warmup_steps"]))
+    assert arguments.get_warmup_steps(90) == warmup_steps(asked, 90) == 12
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,15 @@ CASES = [
     ),
     Case("steps-and-epochs", with_("  epochs: 1"), ["job.yaml:7: train.steps, job.yaml:8: train.epochs"]),
     Case("warmup-too-long", with_("optimizer: {warmup_steps: 10}"), ["does not end within 10 steps"]),
+    Case(
+        "warmup-of-steps-and-a-half",
+        with_("optimizer: {warmup_steps: 1.5}"),
+        [
+            "`optimizer.warmup_steps` is 1.5",
+            "a number above 0 and below 1",
+            "`warmup_steps: 2` for so many, or a share",
+        ],
+    ),
     Case("constant-final", with_("optimizer: {schedule: constant, final_fraction: 0.5}"), ["no meaning"]),
     Case(
         "kept checkpoints",

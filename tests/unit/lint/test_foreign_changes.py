@@ -141,7 +141,7 @@ CASES: dict[str, Case] = {
     "an evaluation of rows that no file names": (
         {"run.sh": "python run_clm.py --model_name_or_path gpt2 --dataset_name a/b --do_eval\n"},
         {},
-        ("to do: do_eval: which rows it takes is not known; write data.eval",),
+        ("to do: run.sh:1: do_eval: which rows it takes is not known; write data.eval",),
         (),
     ),
     "rows for evaluation in a file": (
@@ -250,16 +250,14 @@ CASES: dict[str, Case] = {
         ("to do: run.sh:1: is_skip: not understood; write data.too_long",),
         (),
     ),
-    "a share of steps, with the numbers": (
+    "a share of steps": (
         {
             "run.sh": "torchrun --nproc_per_node 2 train.py\n",
             "train.py": f"{HF}{ARGS.replace('num', 'warmup_ratio=0.1, num')}Trainer(m, args).train()\n",
         },
-        {"train.global_batch": 8},
-        (
-            "warmup_ratio 0.1: write optimizer.warmup_steps, this share of all steps (2 x the data's rows / 8); unset means 3 %",
-        ),
+        {"train.global_batch": 8, "optimizer.warmup_steps": 0.1},
         (),
+        ("to do: train.py:15",),
     ),
     "the text of a row": (
         {

@@ -128,7 +128,7 @@ CASES["flags: those of the Trainer, and one of the script's own"] = (
         "train.global_batch": 8,
         "train.precision": "bf16",
     },
-    ("left out: a job has no such key: note, odd",),
+    ("to do: run.sh:1: note, odd: no script of --from reads them",),
 )
 CASES["flags: train_batch_size of a script is not DeepSpeed's"] = (
     {

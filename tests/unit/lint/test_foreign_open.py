@@ -364,16 +364,16 @@ CASES: dict[str, Case] = {
         ),
         ("could not be read",),
     ),
-    "a default that two classes have otherwise": (
+    "a default that another class has otherwise": (
         {
             "run.sh": "torchrun --nproc_per_node 2 train.py --lr 2e-5\n",
             "train.py": RECIPE,
             "configs.py": CONFIGS,
             "loop.py": "class other_config:\n    weight_decay: float = 0.5\n",
         },
-        {"optimizer.weight_decay": None},
-        ("AdamW.weight_decay: its value could not be read",),
+        {"optimizer.weight_decay": 0},
         (),
+        ("AdamW.weight_decay: its value could not be read",),
     ),
     "steps are more than epochs": (
         {"a.yaml": f"{AXOLOTL}fsdp_config: null\nmax_steps: 20\nnum_epochs: 5\n"},
@@ -732,16 +732,16 @@ def test_what_decides_is_taken_and_the_rest_stays_open(
 
 
 def test_check_warns_of_each_open_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, _ = made_of({"a.yaml": f"{YAML}dataset: c/d\nwarmup_ratio: 0.1\n"}, tmp_path, monkeypatch)
+    text, _ = made_of({"a.yaml": f"{YAML}dataset: c/d\nsave_steps: 0.1\n"}, tmp_path, monkeypatch)
     Path("job.yaml").write_text(text)
     found = shardwise.check("job.yaml").findings
     assert [(one.rule, one.severity, one.line) for one in found] == [
         ("job-to-do", "warning", 2),
-        ("job-to-do", "warning", 4),
+        ("job-to-do", "warning", 3),
     ]
     assert (
-        "warmup_ratio 0.1: write optimizer.warmup_steps, this share of all steps (3 x the data's rows / 2); unset"
-        in found[0].what
+        "train.save_every: a share of all steps (3 x the data's rows / 2); write train.save_every; until then"
+        in found[1].what
     )
     kept = [line for line in text.splitlines(keepends=True) if not line.startswith(("# to do", "#     "))]
     Path("job.yaml").write_text("".join(kept))
@@ -752,7 +752,7 @@ def test_check_warns_of_each_open_to_do(tmp_path: Path, monkeypatch: pytest.Monk
 def test_plan_and_train_warn_of_open_to_dos(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text, _ = made_of({"a.yaml": f"{YAML}dataset: c/d\nwarmup_ratio: 0.1\n"}, tmp_path, monkeypatch)
+    text, _ = made_of({"a.yaml": f"{YAML}dataset: c/d\nsave_steps: 0.1\n"}, tmp_path, monkeypatch)
     Path("job.yaml").write_text(text)
     main([verb, "job.yaml", "--set", "train.stepz=1"])  # which ends before anything is traced
     left = "2 to dos of `shardwise init --from` left; `shardwise check job.yaml` shows each"

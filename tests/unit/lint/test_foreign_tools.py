@@ -239,10 +239,8 @@ CASES: dict[str, Case] = {
     ),
     "a loop's warm-up is a share of its steps": (
         {"train.py": LOOP},
-        {"optimizer.warmup_steps": None},
-        (
-            "to do: train.py:15: warmup_ratio 0.05: write optimizer.warmup_steps, this share of all steps (3 x",
-        ),
+        {"optimizer.warmup_steps": 0.05},
+        (),
         ("num_warmup_steps",),
     ),
     "a loop's rows": (

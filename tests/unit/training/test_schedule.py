@@ -50,6 +50,16 @@ def test_default_warmup_is_three_per_cent() -> None:
     assert warmup_steps(Optimizer(warmup_steps=0), 1000) == 0
 
 
+@pytest.mark.parametrize(
+    ("share", "steps", "expected"), [(0.1, 105, 11), (0.03, 1000, 30), (0.9, 3, 2), (0.1, 1, 0)]
+)
+def test_a_share_is_rounded_up_as_transformers_does(share: float, steps: int, expected: int) -> None:
+    """But a step is left, so that no share is refused for a short run."""
+    optimizer = Optimizer(warmup_steps=share)
+    assert warmup_steps(optimizer, steps) == expected
+    check_warmup(optimizer, steps)
+
+
 def test_one_step_of_training_is_never_at_zero() -> None:
     assert rates(Optimizer(learning_rate=1e-3), 1) == [pytest.approx(1e-4)]
 

@@ -18,6 +18,7 @@ _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_los
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
+_EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
@@ -30,12 +31,14 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
+    places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
+    evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
-        "do_eval": any(one.get("do_eval") is True for one in documents),
+        "do_eval": bool(evaluation),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     tools = [*(tool for tool in also if also[tool]), *tools, "any"]
@@ -45,7 +48,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         for row in TABLE["defaults"]:
             if tool in row["of"] and not given & {*row["unless"]} and given.issuperset(row.get("where", ())):
                 own += [change for change in row["job"] if change.partition("=")[0] not in made]
-                said += [row["say"]] if "say" in row else []
+                said += [row["say"].replace("do_eval", evaluation)] if "say" in row else []
         if tool in ("peft", "trl_peft") and _TARGETS not in given | made.keys() and model:
             by_name = TABLE["peft_targets"].items()
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))

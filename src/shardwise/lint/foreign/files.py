@@ -11,13 +11,16 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.foreign.losses import own_losses
+from shardwise.lint.foreign.reads import unnamed, without_idle
 from shardwise.lint.foreign.sections import opened
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
-from shardwise.lint.script_inputs import OPEN, Inputs, defaults_of, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
@@ -37,8 +40,11 @@ _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
-def read(files: Sequence[Path], said: list[str]) -> list[Document]:
-    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those."""
+def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Document]:
+    """The files, and the DeepSpeed settings that they name or hold, unless `files` has a file of those.
+
+    `taken` gets the flags, and the keys of files, whose values a script uses.
+    """
     documents, broken = load(files, other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
@@ -49,7 +55,8 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     documents = tuple(replace(one, uses=frozenset(kept)) for one, kept in zip(documents, calls, strict=True))
     for one in documents:
         _refuse(one, texts)
-        said += _own_trainers(one, texts)
+        said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
+        said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
     documents = tuple(_in_full(one, options) for one in documents)
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
@@ -61,7 +68,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
-            script, *held = _documents(one, inputs, said)
+            script, *held = _documents(one, inputs, said, {key for part in plain for key in part.values})
             commands = [_without_flags(command, script, inputs, said) for command in commands]
             for part in settings:
                 own = replace(part, flags=frozenset(part.values))
@@ -69,6 +76,7 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
+            taken |= inputs.taken
     asked = {Path(one).resolve() for one in files}
     for at, one in enumerate(plain):
         if one.kind == "training" and one.section("deepspeed"):
@@ -79,7 +87,12 @@ def read(files: Sequence[Path], said: list[str]) -> list[Document]:
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
     named = [one for one in plain if one not in mine]
     given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
-    apart = [one if Path(one.name).resolve() in loaded else opened(one, scripts, said) for one in mine]
+    apart = [
+        without_idle(one, texts, taken, said)
+        if Path(one.name).resolve() in loaded
+        else opened(one, scripts, said)
+        for one in mine
+    ]
     used = sorted([*commands, *scripts, *apart], key=lambda one: order[one.name])
     for one in used:
         said += _of_names(one, given, asked, alone=not (named or inner))
@@ -101,7 +114,7 @@ def _apart(document: Document) -> tuple[Document, Document]:
 
 
 def _called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest of it trains."""
+    """The script without the functions that no file calls, where the rest trains, or another does."""
     body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
     plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
     idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
@@ -109,28 +122,11 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     for one in reached:  # which grows by what each part calls
         used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
         reached += [idle.pop(name) for name in used & idle.keys()]
-    if not idle or not any(_LEARNS.search(ast.unparse(one)) for one in reached):
+    if not idle or not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
     gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
     text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
     return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
-
-
-def _own_trainers(script: Document, texts: str) -> Iterator[str]:
-    """Classes of trainers that no library has, and losses of a script's own."""
-    known = {*names("trainers"), *TABLE["reasons"], "UnslothTrainer", "L.Trainer", "pl.Trainer"}
-    for name in sorted(script.uses) if script.syntax == "python" and script.kind == "training" else ():
-        mine = f"class {name.rpartition('.')[2]}(" in texts
-        if name.endswith("Trainer") and not mine and not {name, name.rpartition(".")[2]} & known:
-            yield f"to do: {script.name}: {name} is no library's trainer: see whether its loss is another"
-    lines = [line_at(script.text, one.start()) for one in re.finditer("compute_loss_func=", script.text)]
-    for node in ast.walk(ast.parse(script.text if script.syntax == "python" else "")):
-        if isinstance(node, ast.FunctionDef) and node.name == "compute_loss":
-            text = ast.unparse(node)
-            own = _WORDS["more_loss"].search(text) or not _WORDS["model_loss"].search(text)
-            lines += [node.lineno] if own else []
-    for line in lines[:1]:
-        yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -207,7 +203,7 @@ def _inputs(
     imported = bool(mine) and Path(script.name).name not in mine
     files = [one.name for one in all_ if one.syntax in ("yaml", "json") and one.kind == "training"]
     given = [] if settings else [str(Path(one).resolve()) for one in files]
-    others = "\n".join(one.text for one in all_ if one.syntax == "python" and one is not script)
+    others = {one.name: one.text for one in all_ if one.syntax == "python" and one is not script}
     return Inputs(
         flags,
         environment,
@@ -216,7 +212,8 @@ def _inputs(
         alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
-        elsewhere=defaults_of(others),
+        stem=Path(script.name).stem,
+        others=modules_of(others),
     )
 
 
@@ -298,7 +295,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
-def _take_flags(script: Document, read_: Settings) -> None:
+def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
     """Flags that some function of the script counts or cuts by; QLoRA's scripts cut the answers apart."""
     values, marks, presets = read_.values, read_.marks, read_.known.presets
     halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
@@ -312,15 +309,19 @@ def _take_flags(script: Document, read_: Settings) -> None:
         cut["max_length"] -= 1
     stated = {target for place in marks for target in targets_of(script, place)}
     open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
-    for name in (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_):
-        for given in (shown := presets.of(name))[:1]:
-            marks[name,] = Mark(line=given.lineno)
-            number = read_.known.value(given)
+    names_ = (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_)
+    for name in (one for one in names_ if one not in given):
+        for default in (shown := presets.of(name))[:1]:
+            marks[name,] = Mark(line=default.lineno)
+            number = read_.known.value(default)
             values |= {name: number} if len(shown) == 1 and isinstance(number, int) else {}
 
 
-def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Document]:
-    """A script with its settings of a job, and each DeepSpeed configuration that is written in it."""
+def _documents(script: Document, inputs: Inputs, said: list[str], given: set[str]) -> Iterator[Document]:
+    """A script with its settings of a job, and each DeepSpeed configuration that is written in it.
+
+    `given`: keys of files, which count more than what a field is by default.
+    """
     keys = {key.partition(".")[0] for key in TABLE["keys"]}
     read_ = Settings(script.text, TABLE["calls"], keys, inputs)
     values = read_.values
@@ -330,7 +331,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str]) -> Iterator[Do
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    _take_flags(script, read_)
+    _take_flags(script, read_, given)
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
     known = {one.name for one in inputs.loaded}

@@ -16,6 +16,7 @@ from shardwise.lint.foreign import files as of_files
 from shardwise.lint.foreign import resolve
 from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
+from shardwise.lint.foreign.reads import unread
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
@@ -38,8 +39,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     Also a sentence for each key that is left out (`left out: file: keys: reason`), and for each value
     that no file says. JobError where a file is missing, unreadable, a job already, or says nothing of one.
     """
-    said = list[str]()
-    read = of_files.read(files, said)
+    said, used = list[str](), set[str]()
+    read = of_files.read(files, said, used)
     swift = any(one.get("launcher") == "swift" for one in read)
     documents = [part for one in read for part in with_datasets(one, said, swift=swift)]
     setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
@@ -72,6 +73,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if one.key != _TARGETS or one.word]
     models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
     stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
+    stated = resolve.with_recomputation(stated)
+    stated = resolve.with_warmup(stated, setup, said)
     stated = [resolve.with_last_rate(one, stated, said) for one in stated]
     lost = {one.key for one in stated if not one.value}
     outputs = [one.get("output_dir") for one in documents]
@@ -87,12 +90,15 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     to_do = _to_do(open_)
     found = suspects(documents, given | open_.keys(), said)
+    unread(documents, used, said)
     open_ |= {key: place for key, (place, _) in found.items()}
     numbers = {key: until for key, (_, until) in found.items() if until}
     asked = {"data.eval"} if any("write data.eval" in one for one in said) else set[str]()
     plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
     keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
+    if any(one.has("seed") for one in documents):  # no default of a tool, also where only a run knows it
+        asked |= {"train.seed"}
     assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)
     assumed += [f"{key}={value}" for key, value in numbers.items()]
     said += resolve.conflicts(stated)

@@ -63,6 +63,31 @@ def with_last_rate(one: Statement, stated: Sequence[Statement], said: list[str])
     return one._replace(key="optimizer.final_fraction", value=share)
 
 
+def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> list[Statement]:
+    """The statements, with the warm-up of the schedule that runs: the Trainer's `constant` has none.
+
+    A schedule of DeepSpeed's file runs in place of the Trainer's, with the Trainer's warm-up.
+    """
+    schedules = [one.place.partition(" (")[0] for one in stated if one.key == "optimizer.schedule"]
+    warmups = [one for one in stated if one.key == "optimizer.warmup_steps"]
+    none = [one for one in warmups if one.word and ": lr_scheduler_type" in one.place]
+    if setup.reader == "trainer" and any(one.section("scheduler") for one in setup.of("deepspeed")):
+        return [one for one in stated if one not in none]
+    if not any(one.place.startswith(schedules[-1]) for one in none):
+        return list(stated)
+    lost = [one for one in warmups if one not in none]
+    said += [f"left out: {one.place}: the constant schedule has no warm-up" for one in lost]
+    return [one for one in stated if one not in lost]
+
+
+def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
+    """The statements without `gradient_checkpointing=False`, which turns off nothing that a call turns on."""
+    own = [one for one in stated if one.key == "train.checkpointing"]
+    calls = [one for one in own if _call(one) != "gradient_checkpointing"]
+    lost = [one for one in own if calls and calls[-1].value == "full" and one.value == "none"]
+    return [one for one in stated if one not in lost]
+
+
 def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
     """A model that a run has written, as a path: `out/checkpoint-100` could be a name on a hub."""
     name = one.value.strip('"')
@@ -97,17 +122,20 @@ def conflicts(stated: Sequence[Statement]) -> Iterator[str]:
 def swift_rows(parts: Mapping[str, int], said: list[str]) -> int:
     """The rows of a step where ms-swift chooses the accumulation: 16 at least (its trainers/arguments.py)."""
     each = parts.get("micro", 1) * parts.get("gpus", 1) * parts.get("nodes", 1)
-    rows = each * max(1, math.ceil(16 / each))
+    rows = max(1, each * max(1, math.ceil(16 / each)) // parts.get("sequence", 1))
     said.append(f"assumed, as ms-swift 4 does: train.global_batch={rows}")
     return rows
 
 
 def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[str]:
     """The micro-batch, and the rows of a step over all GPUs; `unsaid`: whether a factor is not known."""
-    if not parts.keys() - {"gpus", "nodes"}:
+    if not parts.keys() - {"gpus", "nodes", "sequence"}:
         return []
     micro, times = parts.get("micro", 1), parts.get("accumulation", 1)
-    rows = parts.get("total", parts.get("nodes", 1) * parts.get("gpus", 1) * micro * times)
+    groups = max(1, parts.get("nodes", 1) * parts.get("gpus", 1) // parts.get("sequence", 1))
+    rows = parts.get("total", groups * micro * times)
+    if parts.get("sequence", 1) > 1:
+        said.append(f"changed: a job keeps a row on one GPU; the files share it among {parts['sequence']}")
     if "total" not in parts and unsaid:
         known = ", ".join(f"{name} {count}" for name, count in parts.items())
         what = f"of a step's rows the files say {known}, and another factor could not be read"

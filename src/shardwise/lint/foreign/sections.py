@@ -2,9 +2,13 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from typing import Any
 
+from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.schema import names
@@ -23,34 +27,45 @@ def opened(document: Document, scripts: Sequence[Document], said: list[str]) -> 
     """
     if document.kind != "training" or document.syntax not in ("json", "yaml"):
         return document
-    sections = {name: one for name, one in document.values.items() if isinstance(one, Mapping)}
-    trained = [name for name, one in sections.items() if len(_ARGUMENTS & one.keys()) >= _LEAST]
-    mine = [name for name in trained if not _OTHERS.search(name)]
+    sections = dict(_mappings(document.values))
+    trained = [path for path, one in sections.items() if len(_ARGUMENTS & one.keys()) >= _LEAST]
+    mine = [path for path in trained if not _OTHERS.search("_".join(path))]
     if not mine:
         return document
+    top = [path for path in mine if len(path) == min(map(len, mine))]
     if len(mine) > 1:
-        at, which = f"{document.name}:{document.line((mine[0],))}", ", ".join(mine)
+        at, which = f"{document.name}:{document.line(mine[0])}", ", ".join(map(".".join, mine))
         said.append(f"to do: {at}: {which}: give a file with the one of these sections that the run takes")
     places = [(one.get(*key) is None, ".".join(key)) for one in scripts for key in one.marks]
     open_ = {target for is_open, key in places if is_open for target in targets(key, below=True)}
     decided = {target for _, key in places for target in targets(key, below=True)} - open_
-    chosen = [name for name in sections if name not in trained or [name] == mine]
-    moved = [one for name in chosen for one in _keys(name, sections[name])]
+    near = [path for path in sections if path not in trained and path[:-1] in ((), top[0][:-1])]
+    chosen = [*near, *(top if len(top) == 1 else [])]
+    moved = [one for path in chosen for one in _keys(path, sections[path])]
     moved = [one for one in moved if not targets(one[-1], below=False) & decided]
     if scripts and not any(targets(one[-1], below=False) & open_ for one in moved):
         return document
-    values, marks = dict(document.values), dict(document.marks)
-    for section, key, meant in moved:
-        if meant in TABLE["keys"] and f"{section}.{key}" not in TABLE["keys"] and meant not in values:
-            values[meant] = sections[section][key]
-            marks |= {(meant, *at[2:]): m for at, m in document.marks.items() if at[:2] == (section, key)}
-            values[section] = {other: one for other, one in values[section].items() if other != key}
+    values, marks = deepcopy(dict(document.values)), dict(document.marks)
+    for path, key, meant in moved:
+        if meant in TABLE["keys"] and ".".join((*path, key)) not in TABLE["keys"] and meant not in values:
+            held = reduce(getitem, path, values)
+            values[meant] = held.pop(key)
+            inner = {at: mark for at, mark in document.marks.items() if at[: len(path) + 1] == (*path, key)}
+            marks |= {(meant, *at[len(path) + 1 :]): mark for at, mark in inner.items()}
     return replace(document, values=values, marks=marks)
 
 
-def _keys(name: str, section: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _mappings(values: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Mapping[str, Any]]]:
+    """The sections of a file, and those within them, with their paths."""
+    for name, one in values.items():
+        if isinstance(one, Mapping):
+            yield (*above, str(name)), one
+            yield from _mappings(one, (*above, str(name)))
+
+
+def _keys(path: Key, section: Mapping[str, Any]) -> Iterator[tuple[Key, str, str]]:
     """The section and each of its keys, with the name that it has at the top of a file."""
-    names_ = _ADAPTERS if re.search("lora|peft", name.lower()) else {}
+    names_ = _ADAPTERS if re.search("lora|peft", path[-1].lower()) else {}
     if not any(section.get(switch) is False for switch in _OFF):
         held = (key for key, value in section.items() if value is not None and not isinstance(value, Mapping))
-        yield from ((name, key, names_.get(key, key)) for key in held)
+        yield from ((path, key, names_.get(key, key)) for key in held)

@@ -10,7 +10,7 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import BY_NAME, TABLE, WRITE_STEPS, lacks_number, leaves, meaning, reason
+from shardwise.lint.foreign.table import BY_NAME, TABLE, lacks_number, leaves, meaning, reason
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
@@ -21,6 +21,7 @@ _MANY = 8  # keys that are named
 _LONGEST = 60  # characters of a value that are shown
 _QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
 _ALPACA = "Below is an instruction that describes a task"
+_WARMUPS = ("warmup_steps", "warmup_ratio")
 _SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
 
 
@@ -53,16 +54,11 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
         if isinstance(meant, str):
-            if meant == WRITE_STEPS and document.get("lr_scheduler_type") == "constant":
-                meant = "the constant schedule has none"
-            if meant == WRITE_STEPS:
-                said.append(f"to do: {at} {value}: {meant}")
-            else:
-                asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
-                words = " ".join(str(value).split())
-                shown = f"{words[:_LONGEST]}{'...' * (len(words) > _LONGEST)}"
-                name = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
-                left_out[meant].append(name + f" `{shown}`" * asks)
+            asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
+            words = " ".join(str(value).split())
+            shown = f"{words[:_LONGEST]}{'...' * (len(words) > _LONGEST)}"
+            name = f"{key.removeprefix('dataset_info.')} (line {document.line(place)})"
+            left_out[meant].append(name + f" `{shown}`" * asks)
             for target in targets_of(document, place):
                 yield Statement(target, "", at, word)
             continue
@@ -82,6 +78,9 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
 
 def _is_met(key: str, setup: Setup, strategy: str) -> bool:
     """Whether there is nothing to say of a key, for what other keys say."""
+    if key in _WARMUPS:  # the Trainer takes the share where the count is 0
+        count, share = (any(as_number(one.get(name)) for one in setup.documents) for name in _WARMUPS)
+        return count if key == "warmup_ratio" else share and not count
     if key == "engine.step()":
         return 1 in (one.get("gradient_accumulation_steps") for one in setup.documents)
     off = key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy

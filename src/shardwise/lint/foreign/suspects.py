@@ -9,10 +9,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.table import TABLE, leaves
+from shardwise.lint.read import LARGEST_FILE_BYTES
 from shardwise.lint.script_inputs import fields, name_of, options
 
 _CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
@@ -32,6 +35,10 @@ _INSTEAD = {
     "batch.micro": ("batch.total",),
 }
 
+_LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "trl", "swift")
+_SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
+_SEEDS = {"set_seed", "manual_seed", "seed_everything"}
+_CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
 _HELD_OUT = "data.eval_fraction"
 _OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
@@ -81,6 +88,14 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
     return found
 
 
+def decides(script: Path) -> bool:
+    """Whether a script may decide a part of a job: it calls a library for one, or has a setting of one."""
+    text = read_bounded(script, LARGEST_FILE_BYTES).decode(errors="replace")
+    patterns = [one for key, one in _CONCEPTS.items() if key not in _COMMON]
+    named = {name for name in _SET.findall(text) if not _OTHER.search(name)}
+    return bool(_CALLS.search(text)) or any(one.search(name) for one in patterns for name in named)
+
+
 def _is_of(key: str, name: str, value: Any) -> bool:
     """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
     own_word = key in (_OWN_LOSS, "train.save_every")
@@ -126,7 +141,11 @@ def _of(node: ast.AST) -> Iterator[Setting]:
             yield "get_peft_model", node.lineno, "is called"
         case ast.Call(func=called, keywords=given) if name_of(called).endswith("partial"):
             yield from ((one.arg, one.value.lineno, _constant(one.value)) for one in given if one.arg)
-        case ast.ClassDef():
+        case ast.ImportFrom(module=str(module), names=given) if module.partition(".")[0] not in _OF_PEFT:
+            yield from (("lora", node.lineno, one.name) for one in given if _LORA.search(one.name))
+        case ast.ClassDef(name=called):
+            if _LORA.search(called):  # a script's own adapters
+                yield "lora", node.lineno, called
             for name, default in fields(node):
                 yield name, node.lineno, _constant(default)
         case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.BinOp() as value):

@@ -1,7 +1,6 @@
 """What a key of another tool means in a job: foreign.toml, read."""
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -18,7 +17,6 @@ TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].item
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
 STEPS = "all steps"  # job.py says how many they are
-WRITE_STEPS = f"write optimizer.warmup_steps, this share of {STEPS}; unset means 3 %"
 
 NO_KEY = "a job has no such key"
 BY_NAME = (NO_KEY, "shardwise does it itself")  # reasons that need no more than the names of the keys
@@ -52,10 +50,6 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
     if rule is not None:
         return _taken(key, rule, value, number)
-    if key in ("warmup_ratio", "warmup_steps") and number and steps > 0:
-        return [f"optimizer.warmup_steps={math.ceil(number * steps)}"]
-    if key == "warmup_ratio" and number:
-        return WRITE_STEPS
     return reason(key, word)
 
 
@@ -104,8 +98,8 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
         return "write data.eval_fraction, the share of all rows that these are"
     if rule == "optimizer.clip_norm" and number and number < 0:
         return [f"{rule}=0"]  # the Trainer, DeepSpeed and loops clip where it is above 0
-    if rule == "optimizer.warmup_steps" and number and 0 < number < 1:
-        return WRITE_STEPS
+    if key == "warmup_ratio" and number and number >= 1:
+        return "write optimizer.warmup_steps, a share below 1, or a count of steps"
     if rule == "batch.gpus" and re.fullmatch(r"\d+(,\d+)+", str(value)):
         return [f"{rule}={len(str(value).split(','))}"]  # Lightning's `0,1,2,3`
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):

@@ -1,0 +1,79 @@
+"""What the names and attributes of a script are bound to."""
+
+import ast
+import builtins
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from shardwise.lint.script_flow import Flow
+from shardwise.lint.script_inputs import Inputs, name_of
+from shardwise.lint.script_links import Links
+from shardwise.lint.script_names import part_of, path_of
+
+_NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
+REPLACE = ("dataclasses.replace", "replace")
+
+
+class Bound:
+    """Of a program and of the scripts that it imports: `flow` says what runs."""
+
+    def __init__(self, program: ast.Module, inputs: Inputs, value_of: Callable[[ast.AST], Any]) -> None:
+        self._inputs, self._links = inputs, Links(program, inputs.stem, inputs.others)
+        nodes = self._links.nodes
+        self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
+        self._bound, self._uses = (defaultdict[Any, list[Any]](list) for _ in range(2))
+        self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
+        self._attributes = list[tuple[ast.Attribute, ast.expr | None]]()  # that are set
+        idle = {program} if inputs.imported else set[ast.AST]()
+        self.flow = Flow(self._above, value_of, imported=idle)
+        for node in nodes:
+            self._bind(node)
+        idle |= self._links.imported()
+
+    def undefined(self) -> dict[str, int]:
+        """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
+        bound = {*dir(builtins), *_NOTEBOOK, *(name for _, name in self._bound)}
+        names_ = (one for uses in self._uses.values() for one in uses if isinstance(one, ast.Name))
+        used = {one.id: one.lineno for one in reversed([*names_])}
+        unseen = "*" in bound or {"exec", "eval", "globals"} & used.keys()
+        return {one: used[one] for one in used if not unseen and one not in bound and "." not in one}
+
+    def _bind(self, node: ast.AST) -> None:
+        above, scope = self._above.get(node), next(self.flow.scopes(node), None)
+        plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
+        value = getattr(above, "value", None) if plain else None
+        value = value or part_of(node, above, self._above.get(above) if above else None)
+        match node:
+            case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
+                self._uses[name].append(node)
+            case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
+                pass  # `settings |= {...}` is a change
+            case ast.Name(id=name, ctx=ast.Store()):
+                self._bound[scope, name].append(value)
+            case ast.Attribute():
+                self._attributes.append((node, value))
+            case ast.Call(func=ast.Name(id="setattr"), args=[holder, key, given]):
+                certain = isinstance(above, ast.Expr) and self.flow.block(above) is scope
+                value = (given if certain else None) if path_of(key) else self._items_above(node)
+                self._stores[(path_of(key) or ("**",))[0]].append((holder, value))
+            case ast.Call(args=[holder], keywords=given) if name_of(node.func) in REPLACE:
+                for keyword in given:
+                    self._stores[keyword.arg or "**"].append((holder, keyword.value))
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                self._bound[scope, name].append(node)
+            case ast.alias():
+                for name, made, by in self._links.bound(node, above):
+                    self._bound[scope, name].append(made)
+                    self._above |= {made: by} if made and made is not by else {}
+            case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
+                self._bound[scope, name].append(None)
+
+    def _items_above(self, node: ast.AST) -> ast.expr | None:
+        """The mapping of the loop around a node: `for key, value in mapping.items()`."""
+        while above := self._above.get(node):
+            match above:
+                case ast.For(iter=ast.Call(func=ast.Attribute(value=mapping, attr="items"))):
+                    return mapping
+            node = above
+        return None
