@@ -50,6 +50,9 @@ MASKED = "2026-11-26T18:20"
 MASKS = {name for name, family in FAMILIES.items() if family.packing == ("mask",)}
 MASKS = MASKS - {"afmoe", "gpt_oss"} | {"gpt2"}  # GPT-2 because of its dropout
 
+UNMASKED = "2026-11-27T05:45"
+"""Since then rows of one document get no mask where no layer has a window."""
+
 GELU = frozenset({"bloom", "codegen", "gpt2", "gpt_neo", "gptj", "phi"})
 
 
@@ -61,7 +64,7 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
-    Of `attention`, `masks`, `heads`, `mlp`, `gelu`, `logits` and `passes`.
+    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits` and `passes`.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -70,6 +73,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     others = {
         "attention": routed,
         "masks": (kind in MASKS and date < MASKED) or (routed and kind != "falcon"),
+        "unmasked": kind in MASKS and MASKED <= date < UNMASKED,
         "heads": kind == "falcon" and date < RECORDED,
         "mlp": lora and date < MLP_FUSED,
         "gelu": kind in GELU and date < GELU_FUSED,
@@ -99,6 +103,8 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
         stack.enter_context(patch.dict(FAMILIES, ways))
         if "masks" in earlier:  # position ids that restart, and no mask
             stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
+        if "unmasked" in earlier:
+            stack.enter_context(patch.object(CausalLM, "_sees_all", lambda _: False))
         if "heads" in earlier:  # cut with lists of indices
             stack.enter_context(patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x)))
         if "mlp" in earlier:

@@ -12,8 +12,8 @@ from typing import Any, Literal, Protocol, cast
 Config = Any
 """A Hugging Face config; transformers is not imported, not even for its types."""
 
-VARLEN = "shardwise_varlen"
-"""Name of `kernels.attention.varlen_attention` in transformers' registry."""
+VARLEN, CAUSAL = "shardwise_varlen", "shardwise_causal"
+"""Names of `kernels.attention.varlen_attention` and of SDPA without transformers' masks, in its registry."""
 
 Packing = Literal["varlen", "mask", "state", "rows"]
 """How samples that share a row are kept apart:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.errors import JobError
 from shardwise.kernels import attention
 from shardwise.kernels.linear_cross_entropy import linear_cross_entropy
-from shardwise.models.families import VARLEN, attention_of, family_of, logits_after
+from shardwise.models.families import CAUSAL, VARLEN, attention_of, family_of, logits_after
 from shardwise.models.own_attention import route
 from shardwise.models.router_loss import router_loss_of
 from shardwise.objective import Objective
@@ -27,6 +28,7 @@ from shardwise.objective import Objective
 # Deliberately without a mask function of this name: transformers then makes no mask at all, and does not read
 # the position ids back from the GPU to look for packed samples.
 AttentionInterface.register(VARLEN, attention.varlen_attention)
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
 class CausalLM(Objective):
@@ -53,6 +55,11 @@ class CausalLM(Objective):
             route(model)
         if chosen.implementation not in (None, model.config._attn_implementation):
             model.set_attn_implementation(chosen.implementation)
+        causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
+        sdpa = chosen.packing == "mask" and causal and model.config._attn_implementation == "sdpa"
+        self.needs_mask = chosen.packing == "mask" and not (sdpa and self._sees_all())
+        if sdpa:
+            model.config._attn_implementation = CAUSAL  # there is no mask function of this name: none is made
         self.router_loss = router_loss_of(model)
         head = model.get_output_embeddings()
         # a head with an adapter, or one that is not a plain linear layer, computes its own logits
@@ -90,13 +97,19 @@ class CausalLM(Objective):
         if self.packing == "rows":
             return inputs
         inputs["position_ids"] = batch.position_ids
-        if self.packing == "mask":
+        if self.packing == "mask" and (self.needs_mask or batch.single_segment_rows < len(batch.input_ids)):
             inputs["attention_mask"] = self._masks(batch)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
             inputs["position_ids"] = batch.position_ids.reshape(1, -1)
             inputs |= self._segments(batch)
         return inputs
+
+    def _sees_all(self) -> bool:
+        """Whether no layer has a window: rows of one segment then need no mask, which slows attention."""
+        kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
+        windowed = not kinds and bool(getattr(self.model.config, "sliding_window", None))
+        return not windowed and "sliding_attention" not in kinds
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
         """The mask, or where some layers see a window only one for each kind of layer."""

@@ -69,13 +69,14 @@ class JobTracer:
         outputs of two kernels, and their concatenation. How many rows are packed is not known, and one in
         each micro-batch would bias the speed by its size: the packed row is timed as the others.
         """
+        packing = attention_of(self._tracer.built.config).packing
         trace = self._tracer.trace(
             rows=rows,
             checkpoint_every=checkpoint_every,
             tensor_parallel=tensor_parallel,
-            single_segment_rows=max(1, rows - 1),
+            single_segment_rows=rows - 1 if packing == "mask" else max(1, rows - 1),
         )
-        if self._documents is not None and attention_of(self._tracer.built.config).packing == "varlen":
+        if self._documents is not None and packing == "varlen":
             return replace(trace, ops=tuple(_in_documents(op, self._documents) for op in trace.ops))
         if not any("cudnn" in op.name for op in trace.ops):
             return trace

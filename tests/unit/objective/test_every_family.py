@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ from shardwise.objective.causal_lm import CausalLM
 from tiny_models import tiny_model
 
 PACKED = sorted(name for name, family in FAMILIES.items() if family.packing not in ((), ("state",)))
+MASKED = [name for name in PACKED if FAMILIES[name].packing == ("mask",)]
 LEAKING = (
     "bailing_hybrid", "bamba", "bloom", "falcon-alibi", "falcon_mamba", "jamba", "lfm2", "llama4_text",
     "mamba2", "minimax", "mpt", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xglm",
@@ -41,6 +44,23 @@ def test_packed_rows_and_plain_rows_equal_samples_one_by_one(name: str) -> None:
     expected = total.item(), norm(model)
     check(CausalLM(model, packed=False), packed(pairs, rows=tuple((i,) for i in range(len(pairs)))), expected)
     check(CausalLM(model), packed(pairs), expected)
+
+
+@pytest.mark.parametrize("window", [5, None])
+@pytest.mark.parametrize("name", MASKED)
+def test_rows_of_one_segment_need_no_mask(name: str, window: int | None) -> None:
+    """SDPA's fast kernels take none. A layer with a window does, and Doge, which adds to it."""
+    (pair, *_), model = samples(), tiny_model(name, sliding_window=window)
+    batch = packed([pair, pair], rows=((0,), (1,)), length=len(pair[0]))
+    masked, plain = (replace(batch, single_segment_rows=rows) for rows in (0, 2))
+    loss = CausalLM(model)
+    total = loss(masked)
+    total.backward()
+    expected = total.item(), norm(model)
+    check(loss, plain, expected)
+    assert "attention_mask" in loss.inputs(masked)
+    assert "attention_mask" in loss.inputs(replace(batch, single_segment_rows=1))
+    assert ("attention_mask" in loss.inputs(plain)) == loss.needs_mask
 
 
 @pytest.mark.parametrize("name", LEAKING)
