@@ -17,6 +17,7 @@ from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
+from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
 
 TIMER_OFF = "2026-11-22T21:24"
@@ -103,6 +104,7 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
         stack.enter_context(patch.dict(FAMILIES, ways))
         if "masks" in earlier:  # position ids that restart, and no mask
             stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
+            stack.enter_context(patch.object(causal_lm, "CAUSAL", "sdpa"))  # transformers' masks
         if "unmasked" in earlier:
             stack.enter_context(patch.object(CausalLM, "_sees_all", lambda _: False))
         if "heads" in earlier:  # cut with lists of indices
