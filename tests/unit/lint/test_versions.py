@@ -54,6 +54,14 @@ def test_unsloths_classes_of_trl_take_what_earlier_versions_took(
         ("trl>=0.7,<0.9", True),
         ("trl[peft] ~= 0.12.0", True),
         ("transformers<=4.57.1", True),
+        ("trl>=0.7 <0.9", True),
+        ("transformers==4.*", True),
+        ("transformers~=4", False),  # no specifier
+        ("trl>=0.7.", False),  # the end of a sentence
+        ("trl==0." + "9" * 5_000, True),
+        ("transformers==5.*", False),
+        ("transformers!=5.23", False),
+        ("trl~=1.10", False),
         ("trl>=0.7", False),
         ("trl>=1.0,<2", False),
         ("mytrl==0.15.2", False),

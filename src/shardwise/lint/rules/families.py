@@ -115,8 +115,8 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]
     if document.syntax != "python":
         for name in (one for one in _TARGETS if document.has(one)):
             value = document.get(name)
-            split = re.search(_SPLIT.replace("NAME", name), setup.scripts)
-            split = split or (name == "lora_target" and value != "all")  # LLaMA-Factory's
+            split = re.search(_SPLIT.replace("NAME", name), setup.scripts) is not None
+            split |= name == "lora_target" and value != "all"  # LLaMA-Factory's
             listed = split and isinstance(value, str)
             yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
@@ -228,7 +228,7 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
         if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
+    given, masked = _LABELS.search(document.text), "-100" in document.text or "DataCollator" in document.text
     made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
     masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:

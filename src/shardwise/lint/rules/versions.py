@@ -22,8 +22,10 @@ from shardwise.lint.setup import Setup
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
 _NOW = {"transformers": "5.23", "trl": "1.16"}
+_N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
+_BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
 _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`
-    r"(?<![\w.-])(transformers|trl)(?:\[[\w,-]*\])?[\"']?((?:,?\s*(?:[<>=~!]=|[<>])\s*[\"']?\d[\d.*]*)+)"
+    rf"(?<![\w.-])(transformers|trl)(?:\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*{_BOUND})+)"
 )
 _REMOVED: dict[str, str] = table("removed_imports")
 _ASKS = re.compile(  # which version is installed
@@ -43,10 +45,9 @@ def _older(document: Document, setup: Setup) -> bool:
     for one in filter(is_file, files):
         with suppress(OSError):
             texts.append(read_bounded(one, 100_000).decode(errors="replace"))
-    pins = _PINS.findall(" ".join(texts))
-    earlier = (
-        _NOW[package] not in SpecifierSet(re.sub("[\"']", "", pin).strip(",")) for package, pin in pins
-    )
+    pins = ((package, re.findall(_BOUND, pin)) for package, pin in _PINS.findall(" ".join(texts)))
+    bounds = ((package, re.sub("[\"']", "", one)) for package, found in pins for one in found)
+    earlier = (_NOW[package] not in SpecifierSet(bound) for package, bound in bounds if bound[0] not in ">!")
     return installed.startswith(("3.", "4.")) or any(earlier)
 
 
