@@ -100,6 +100,7 @@ GIVEN = "python train.py --lora_target_modules "
         ),
         ("type=str, default", "type=str,\n               nargs='+', default", "q_proj", []),
         ("args.lora_target_modules)", 'args.lora_target_modules.split(",")))'[:-1], "q_prj", ["q_prj"]),
+        ("args.lora_target_modules)", 'args.lora_target_modules.split(","))', "all", []),
         ("", "", "q_proj", ["is text"]),
     ],
 )

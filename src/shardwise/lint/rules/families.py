@@ -115,9 +115,8 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]
     if document.syntax != "python":
         for name in (one for one in _TARGETS if document.has(one)):
             value = document.get(name)
-            split = re.search(_SPLIT.replace("NAME", name), setup.scripts) is not None
-            split |= name == "lora_target" and value != "all"  # LLaMA-Factory's
-            listed = split and isinstance(value, str)
+            split = name == "lora_target" or re.search(_SPLIT.replace("NAME", name), setup.scripts)
+            listed = split and isinstance(value, str) and value != "all"  # LLaMA-Factory's word, and others'
             yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
     for call in calls(document, "LoraConfig", "get_peft_model"):
