@@ -24,6 +24,7 @@ _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
+_SPLIT = r"\bNAME(?:[\"']\])?\.split\(|--NAME[\"'][^()]*\bnargs="  # a script makes a list of the text
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
 _MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
@@ -114,7 +115,8 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]
     if document.syntax != "python":
         for name in (one for one in _TARGETS if document.has(one)):
             value = document.get(name)
-            listed = name == "lora_target" and isinstance(value, str) and value != "all"  # LLaMA-Factory's
+            split = name == "lora_target" or re.search(_SPLIT.replace("NAME", name), setup.scripts)
+            listed = split and isinstance(value, str) and value != "all"  # LLaMA-Factory's word, and others'
             yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
     for call in calls(document, "LoraConfig", "get_peft_model"):
@@ -218,14 +220,16 @@ def _causal(call: ast.Call) -> bool:
 
 
 @loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
-def labels_include_padding(document: Document, _: Setup) -> Iterator[Hit]:
+def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
     for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
         filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
         if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given, masked = _LABELS.search(document.text), re.search("-100|DataCollator", document.text)
+    given, masked = _LABELS.search(document.text), "-100" in document.text or "DataCollator" in document.text
+    made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
+    masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
         holder, ids = given[1], given[2] or ""
         apart = (holder and ids and holder != ids) or _ANSWERS.search(ids)  # tokenised on their own

@@ -21,6 +21,7 @@ _HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
 _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
+_BY_OTHERS = re.compile(r"(?i)--launcher[ =]+(?!pdsh\b)\S")  # mpirun or srun start it, with variables only
 _COUNTS = ("nodes", "ntasks-per-node")
 _MOST_GPUS = 64  # of a node
 _S = r"(?:[ \t]|\\\n)+"
@@ -163,6 +164,7 @@ def flags_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
         fix = f"{' '.join(f'{one} VALUE' if one[0] == '-' else one.upper() for one in absent)} after {file}"
         yield Hit((), what + "it stops", fix, line=document.line(("script",)))
     passes = document.get("launcher") == "deepspeed" and not document.has("no_local_rank")
+    passes = passes and not _BY_OTHERS.search(document.text)
     if known and passes and not {"local_rank", "local-rank"} & known.keys():
         what = f"the deepspeed launcher passes `--local_rank`, which {file} does not take: it stops"
         fix = 'parser.add_argument("--local_rank", type=int), or --no_local_rank before the script'

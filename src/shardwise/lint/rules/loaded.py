@@ -1,6 +1,7 @@
 """DeepSpeed files as scripts have them: a script may load one, and set keys of it."""
 
 import ast
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -8,24 +9,26 @@ from typing import Any
 
 from shardwise.job.source import drop
 from shardwise.lint.document import AUTO, Document, Mark
-from shardwise.lint.rules.training import calls, known_values
-from shardwise.lint.script_names import Said
+from shardwise.lint.rules.training import calls, known_values, tree_of
+from shardwise.lint.script_names import Said, changes_by, path_of
 from shardwise.lint.script_run import as_run
 from shardwise.lint.script_settings import CONFIGURATIONS, open_value
 from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
+_LOADS = re.compile("load|to_container")
 _READERS = ("initialize", "HfDeepSpeedConfig", "DeepSpeedPlugin", "DeepSpeedStrategy", "TrainingArguments")
 
 
 def with_what_scripts_set(setup: Setup) -> Setup:
     """The setup with values that scripts set in the DeepSpeed files that they load."""
-    scripts = [one for one in setup.of("training") if one.syntax == "python" and "load" in one.text]
+    scripts = [one for one in setup.of("training") if one.syntax == "python" and _LOADS.search(one.text)]
     documents = [*setup.documents]
     for script in scripts:
         run = as_run(script, [one for one in setup.of("training") if one.name != script.name])
         for at, one in enumerate(documents):
-            if one.kind == "deepspeed" and one.syntax == "json":
+            if one.kind == "deepspeed":
                 said = _set(script, one, setup) | _set(run, one, setup)
                 documents[at] = _changed(one, said, script)
     return replace(setup, documents=tuple(documents))
@@ -35,8 +38,25 @@ def _set(script: Document, config: Document, setup: Setup) -> Said:
     """What a script sets in a file that it loads and gives to DeepSpeed."""
     known, said = known_values(script, setup, config), Said()
     for node in _given(script):
-        said |= known.changes(node)
+        said |= known.changes(node) or _written(script, node, known)
     return {key: (script.place(line)[1], value) for key, (line, value) in said.items()}
+
+
+def _written(script: Document, given: ast.expr, known: Values) -> Said:
+    """What the lines above set in a dict of which no file is known: Hydra makes it, or a function does."""
+    said, name = Said(), ast.unparse(given)
+    if known.entries(given)[()][1] == {}:
+        return said  # `known` follows it
+    nodes = (node for node in ast.walk(tree_of(script)) if getattr(node, "lineno", 0) <= given.lineno)
+    pairs = ((node, part) for node in nodes for part in ast.iter_child_nodes(node))
+    for change in (one for node, part in pairs for one in changes_by(part, node)):
+        holder, path, value, _ = change
+        while isinstance(holder, ast.Subscript) and path is not None:
+            key, holder = path_of(holder.slice), holder.value
+            path = (*key, *path) if key else None
+        if path is not None and ast.unparse(holder) == name:
+            said |= known.entries(value, path) if value else {path: (given.lineno, UNKNOWN)}
+    return said
 
 
 def _given(script: Document) -> Iterator[ast.expr]:

@@ -209,7 +209,8 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
             held = any(owner and owner in (to, model) and said in below for _, to, model, below in parts)
             certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
-            if (held or (waits and certain)) and all(one.arg != "group" for one in call.keywords):
+            given = {one.arg for one in call.keywords}  # a gathered `state_dict=` is written, and no more
+            if (held or (waits and certain)) and not given & {"group", "state_dict"}:
                 found[call.lineno] = said, where
     for line, (said, where) in found.items():
         if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet

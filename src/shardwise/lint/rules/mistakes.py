@@ -112,16 +112,19 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
         for part in ast.walk(function):  # what imports, arguments, handlers and `global` bind
             bound = [getattr(part, "name", None), getattr(part, "arg", None), *getattr(part, "names", [])]
             first = {name: by for name, by in first.items() if name not in bound}
+        reads = dict[str, int]()  # of each name, its first line
         for one in (one for one in names_ if isinstance(one.ctx, ast.Load) and one.id in first):
             by: Any = flow.statement(one)
             early = one.lineno < first[one.id].lineno or by is first[one.id]
             maybe = any(isinstance(part, ast.IfExp | ast.BoolOp) for part in ast.walk(by))
             simple = isinstance(by, ast.Assign | ast.Expr | ast.Return) and flow.block(by) is function
             if early and simple and not maybe and "except" not in document.text:
-                line = document.at(first[one.id].lineno)
-                what = f"`{one.id}` gets its first value in line {line} of `{function.name}`: "
-                what += "UnboundLocalError"
-                yield Hit((), what, f"give `{one.id}` a value, or take it as an argument", line=one.lineno)
+                reads[one.id] = min(one.lineno, reads.get(one.id, one.lineno))
+        if reads:
+            said = ", ".join(f"`{name}` in line {document.at(first[name].lineno)}" for name in reads)
+            what = f"`{function.name}` gives a first value to {said}, and reads it before: UnboundLocalError"
+            fix = "give it a value above, or take it as an argument"
+            yield Hit((), what, fix, line=min(reads.values()))
 
 
 @training_rule("error", "axolotl/utils/schemas/validation.py: Can't load qlora in 8bit; Require load_in_4bit")

@@ -34,6 +34,7 @@ _REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
 _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
 _UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
+_CHANGED = re.compile(r"(?:from|import) (trl|transformers|peft|unsloth)\b")
 _OWN_LOOP = re.compile(r"\.backward\(|FullyShardedData|DistributedDataPar|fully_shard\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
 
@@ -97,6 +98,12 @@ def calls(document: Document, *last: str) -> Iterator[ast.Call]:
     """The calls of a script whose last name is one of these."""
     found = within(tree_of(document)) if any(name in document.text for name in last) else ()
     return (call for call in found if ast.unparse(call.func).rpartition(".")[2] in last)
+
+
+def first_imports(document: Document) -> dict[str, int]:
+    """Unsloth and the libraries that it changes: the lines where a script first imports them, at its top."""
+    rows = [(one.lineno, _CHANGED.match(ast.unparse(one))) for one in tree_of(document).body]
+    return {found[1]: line for line, found in reversed(rows) if found}
 
 
 def is_optimizer(called: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.rules.arguments import tool_of
-from shardwise.lint.rules.training import PLAIN, WORDS, calls, given_to_trainers, known_values, tree_of
+from shardwise.lint.rules.training import PLAIN, WORDS, calls, first_imports, given_to_trainers, known_values
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
 
@@ -17,7 +17,6 @@ _CALLS = ("LoraConfig", "get_peft_model", "from_pretrained", *PLAIN, *names("trl
 _SHARES = {"lora_dropout": "PEFT stops: `dropout probability has to be between 0 and 1`"}
 _SHARES["warmup_ratio"] = "transformers 4 stops: `warmup_ratio must lie in range [0,1]`"
 _OWN_CODE = re.compile(r"AttentionInterface|trust_remote_code\s*=\s*True|\bregister\(")
-_IMPORTS = re.compile(r"(?:from|import) (trl|transformers|peft|unsloth)\b")
 
 
 def _given(document: Document, setup: Setup) -> Iterator[tuple[str, str, Any, int]]:
@@ -64,10 +63,9 @@ def share_above_one(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("warning", "unsloth/_gpu_init.py: `Unsloth should be imported before`; read in 2026-08")
 def unsloth_comes_late(document: Document, _: Setup) -> Iterator[Hit]:
     """Unsloth changes trl, transformers and peft as it is imported: what was imported before stays slow."""
-    rows = ((one.lineno, _IMPORTS.match(ast.unparse(one))) for one in tree_of(document).body)
-    found = [(line, one[1]) for line, one in rows if one]
-    late = next((at for at, name in found if name == "unsloth"), 0)
-    before = dict.fromkeys(name for at, name in found if at < late)
+    lines = first_imports(document)
+    late = lines.pop("unsloth", 0)
+    before = [name for line, name in sorted((line, name) for name, line in lines.items()) if line < late]
     if before:
         what = f"imported before it, {' and '.join(before)} stay{'s' * (len(before) == 1)} as slow as without"
         yield Hit((), what, "`import unsloth` as the first import", line=late)

@@ -7,20 +7,25 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file
-from shardwise.lint.rules.training import PLAIN, calls, tree_of, values_of
+from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
 
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
-_PINS = re.compile(  # `transformers==4.44`, `trl<1`
-    r"\b(?:transformers[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?[0-4]\.|<\s*[0-5]\b)|trl[\"']?,?\s*(?:(?:==|<=|~=)\s*[\"']?0\.|<\s*1\b))"
+_NOW = {"transformers": "5.23", "trl": "1.16"}
+_N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
+_BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
+_PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`
+    rf"(?<![\w.-])(transformers|trl)(?:\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*{_BOUND})+)"
 )
 _REMOVED: dict[str, str] = table("removed_imports")
 _ASKS = re.compile(  # which version is installed
@@ -40,7 +45,10 @@ def _older(document: Document, setup: Setup) -> bool:
     for one in filter(is_file, files):
         with suppress(OSError):
             texts.append(read_bounded(one, 100_000).decode(errors="replace"))
-    return installed.startswith(("3.", "4.")) or any(map(_PINS.search, texts))
+    pins = ((package, re.findall(_BOUND, pin)) for package, pin in _PINS.findall(" ".join(texts)))
+    bounds = ((package, re.sub("[\"']", "", one)) for package, found in pins for one in found)
+    earlier = (_NOW[package] not in SpecifierSet(bound) for package, bound in bounds if bound[0] not in ">!")
+    return installed.startswith(("3.", "4.")) or any(earlier)
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -60,8 +68,15 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
+    lines, older = first_imports(document), _older(document, setup)
+    unsloth, trl = lines.get("unsloth"), lines.get("trl")
+    moves = unsloth and (trl is None or unsloth < trl)  # Unsloth's own classes of TRL take them
+    maybe = re.search(r"(?m)^\s*(from|import) unsloth\b", setup.scripts)
     for called, words in gone.items():
-        package = "transformers 5.23" if called in _OF_TRANSFORMERS else "TRL 1.16"
+        of_trl = called not in _OF_TRANSFORMERS
+        if of_trl and moves:
+            continue
+        package = "TRL 1.16" if of_trl else "transformers 5.23"
         every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
         ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
@@ -72,13 +87,15 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
+                what += f" from {package} on" * older
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
                 renamed = [old for old in found if now[old].isidentifier()]
                 written = {one.arg: one.lineno for one in call.keywords}
                 sure = [one for one in found if one in written or given[one,][1] != UNKNOWN]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
                 first, fix = (sure or found)[0], f"{fix}; or an earlier version"
-                severity: Severity | None = None if sure and not _older(document, setup) else "warning"
+                severity: Severity | None = None
+                severity = "warning" if not sure or older or (of_trl and maybe) else None
                 yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
