@@ -10,7 +10,19 @@ import pytest
 from foreign_files import Case, check_case
 
 FLAGS = "--model a/b --dataset d.jsonl --learning_rate 1e-4 --per_device_train_batch_size 2\n"
-SWIFT = {"optimizer.beta2": 0.95, "optimizer.weight_decay": 0.1, "data.too_long": "drop", "model.lora.rank": 8}
+SWIFT = {
+    "optimizer.beta2": 0.95,
+    "optimizer.weight_decay": 0.1,
+    "data.too_long": "drop",
+    "model.lora.rank": 8,
+}
+ZERO = '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 9e-4}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}}'
+AXOLOTL = "base_model: a/b\nmicro_batch_size: 2\nlearning_rate: 1e-4\nlr_scheduler: cosine\nbf16: true\n"
+FILLED = "from transformers import HfArgumentParser, Trainer, TrainingArguments\nm, t = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\nTrainer(model=x, args=t).train()\n"
+SWITCH = "import argparse\nfrom transformers import Trainer, TrainingArguments\np = argparse.ArgumentParser()\np.add_argument('--use_deepspeed', action='store_true')\np.add_argument('--json', default='z.json')\na = p.parse_args()\nd = a.json if a.use_deepspeed else None\nTrainer(m, TrainingArguments('o', learning_rate=1e-4, lr_scheduler_type='cosine', deepspeed=d)).train()\n"
+ACCELERATE = "accelerate launch --mixed_precision bf16 --deepspeed_config_file z.json {}train.py --model_name_or_path a/b --learning_rate 1e-4 --lr_scheduler_type cosine --output_dir o\n"
+NOT_ON = "left out: z.json: nothing switches it on"
+OFF = {"strategy": None, "optimizer.learning_rate": 1e-4, "optimizer.schedule": "cosine"}
 UNREAD = ("is not there", "as the Trainer does")
 
 CASES: dict[str, Case] = {
@@ -35,6 +47,73 @@ CASES: dict[str, Case] = {
         {"data.format": "text", "optimizer.beta2": 0.95, "train.global_batch": 16},
         ("changed: run.sh:1: swift: pt: the job's rows are plain text",),
         UNREAD,
+    ),
+    "Axolotl's empty `deepspeed:`": (
+        {"a.yml": f"{AXOLOTL}deepspeed:\n", "z.json": ZERO},
+        OFF,
+        (f"{NOT_ON} (a.yml:6: deepspeed is empty)",),
+        ("conflict",),
+    ),
+    "Axolotl's empty `deepspeed:`, with a section that it does not read": (
+        {"a.yml": f"{AXOLOTL}deepspeed: \ndeepspeed_config:\n  zero_stage: 3\n", "z.json": ZERO},
+        {**OFF, "train.precision": "bf16"},
+        (NOT_ON, "left out: a.yml: deepspeed_config: nothing switches it on"),
+        ("conflict",),
+    ),
+    "Axolotl's command gives the file": (
+        {
+            "a.yml": f"{AXOLOTL}deepspeed:\n",
+            "run.sh": "axolotl train a.yml --deepspeed z.json\n",
+            "z.json": ZERO,
+        },
+        {"strategy.stage": 2},
+        (),
+        ("nothing switches",),
+    ),
+    "accelerate without --use_deepspeed": (
+        {"run.sh": ACCELERATE.format(""), "train.py": FILLED, "z.json": ZERO},
+        {**OFF, "train.precision": "bf16"},
+        (f"{NOT_ON} (run.sh:1: no --use_deepspeed)",),
+        ("conflict",),
+    ),
+    "accelerate with --use_deepspeed": (
+        {"run.sh": ACCELERATE.format("--use_deepspeed "), "train.py": FILLED, "z.json": ZERO},
+        {"strategy.stage": 2},
+        (),
+        ("nothing switches",),
+    ),
+    "accelerate whose own file asks for DeepSpeed": (
+        {
+            "run.sh": ACCELERATE.format("--config_file c.yaml "),
+            "c.yaml": "distributed_type: DEEPSPEED\n",
+            "train.py": FILLED,
+            "z.json": ZERO,
+        },
+        {"strategy.stage": 2},
+        (),
+        ("nothing switches",),
+    ),
+    "a script's switch, off by default": (
+        {"train.py": SWITCH, "z.json": ZERO},
+        OFF,
+        (f"{NOT_ON} (train.py:8: deepspeed is None)",),
+        ("conflict",),
+    ),
+    "a script's switch, off in its command": (
+        {"train.py": SWITCH, "run.sh": "torchrun --nproc_per_node 2 train.py\n", "z.json": ZERO},
+        OFF,
+        (NOT_ON,),
+        ("conflict",),
+    ),
+    "a script's switch, on in its command": (
+        {
+            "train.py": SWITCH,
+            "run.sh": "torchrun --nproc_per_node 2 train.py --use_deepspeed\n",
+            "z.json": ZERO,
+        },
+        {"strategy.stage": 2},
+        (),
+        ("nothing switches",),
     ),
     "a launcher in a variable that a branch assigns": (
         {

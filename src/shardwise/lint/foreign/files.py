@@ -14,6 +14,7 @@ from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import unnamed, without_idle
 from shardwise.lint.foreign.sections import opened
+from shardwise.lint.foreign.switches import switched_off, without_deepspeed
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -78,6 +79,12 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             loaded |= inputs.loaded
             taken |= inputs.taken
     asked = {Path(one).resolve() for one in files}
+    if not inner and (off := switched_off([*commands, *scripts, *plain])):
+        commands = [without_deepspeed(one) for one in commands]
+        files_ = [one for one in plain if one.kind == "deepspeed" and Path(one.name).resolve() not in loaded]
+        lost = [one.name for one in files_] + [f"{one.name}: {DS}" for one in plain if one.section(DS)]
+        said += [f"left out: {name}: nothing switches it on ({off})" for name in lost]
+        plain = [without_deepspeed(one) for one in plain if one not in files_]
     for at, one in enumerate(plain):
         if one.kind == "training" and one.section("deepspeed"):
             plain[at], held_in = _apart(one)
