@@ -169,10 +169,9 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             if word.endswith((".yaml", ".yml", ".json")) and not before_script:
                 yield "arguments", word, line
             script, swift = word.endswith(".py"), _SWIFT.search(word)
-            if before_script and (swift or (launcher == "swift" and not script)):
-                yield "swift", swift[1] if swift else word, line  # `pt` of `swift pt`
-            elif before_script and script:
-                yield "script", word, line
+            key = "swift" * bool(swift or (launcher == "swift" and not script)) or "script" * script
+            if before_script and key:
+                yield key, swift[1] if swift else word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$") and not script
 
 

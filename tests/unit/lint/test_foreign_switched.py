@@ -23,6 +23,9 @@ SWITCH = "import argparse\nfrom transformers import Trainer, TrainingArguments\n
 ACCELERATE = "accelerate launch --mixed_precision bf16 --deepspeed_config_file z.json {}train.py --model_name_or_path a/b --learning_rate 1e-4 --lr_scheduler_type cosine --output_dir o\n"
 NOT_ON = "left out: z.json: nothing switches it on"
 OFF = {"strategy": None, "optimizer.learning_rate": 1e-4, "optimizer.schedule": "cosine"}
+ROWS = "class Rows(Dataset):\n    def __getitem__(self, at):\n        ids = []\n        for one in parts:\n            ids += one\n"
+TRAINED = "from transformers import Trainer, TrainingArguments\nTrainer(m, TrainingArguments('o'), train_dataset=Rows()).train()\n"
+MASKED = "import torch\nfrom transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\nopt = torch.optim.AdamW(m.parameters(), lr=1e-4)\nids = tok(rows, max_length=50, padding=True)\nlabels = ids['input_ids']\n"
 UNREAD = ("is not there", "as the Trainer does")
 
 CASES: dict[str, Case] = {
@@ -114,6 +117,58 @@ CASES: dict[str, Case] = {
         {"strategy.stage": 2},
         (),
         ("nothing switches",),
+    ),
+    "a row that is cut at its end is not packed": (
+        {
+            "train.py": "from transformers import TrainingArguments\nfrom own import OwnTrainer\nfrom rows import Rows\nOwnTrainer(model=m, args=TrainingArguments('o', learning_rate=1e-4), train_dataset=Rows()).train()\n",
+            "own.py": "from transformers import Trainer\nclass OwnTrainer(Trainer):\n    pass\n",
+            "rows.py": f"{ROWS}        return ids[:self.max_length]\n",
+        },
+        {"data.packing": False},
+        (),
+        (),
+    ),
+    "a row that is cut from its start is not packed": (
+        {"train.py": f"{ROWS}        return {{'input_ids': ids[0:self.max_length]}}\n{TRAINED}"},
+        {"data.packing": False},
+        (),
+        (),
+    ),
+    "rows that are cut again and again are packed": (
+        {
+            "train.py": f"{ROWS}        return [ids[i : i + self.block] for i in range(0, len(ids), self.block)]\n{TRAINED}"
+        },
+        {"data.packing": True},
+        (),
+        (),
+    ),
+    "a buffer that is cut while it lasts is packed": (
+        {
+            "train.py": f"{ROWS}        while ids:\n            yield ids[:self.block]\n            ids = ids[self.block:]\n{TRAINED}"
+        },
+        {"data.packing": True},
+        (),
+        (),
+    ),
+    "a loss times a mask": (
+        {"train.py": f"{MASKED}loss = loss * loss_mask\nloss.mean().backward()\n"},
+        {"data.loss_on": None},
+        (
+            "to do: train.py:7: loss_mask(): the loss is multiplied by a mask, which decides which tokens count; write data.loss_on",
+        ),
+        ("without padding", "data.loss_on=all"),
+    ),
+    "a sum of losses times a mask": (
+        {"train.py": f"{MASKED}(torch.sum(losses.view(-1) * mask.float()) / mask.sum()).backward()\n"},
+        {"data.loss_on": None},
+        ("write data.loss_on",),
+        ("without padding", "data.loss_on=all"),
+    ),
+    "a loss without its padding": (
+        {"train.py": f"{MASKED}(loss * attention_mask).mean().backward()\n"},
+        {"data.loss_on": "all"},
+        (),
+        ("write data.loss_on",),
     ),
     "a launcher in a variable that a branch assigns": (
         {
