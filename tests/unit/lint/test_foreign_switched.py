@@ -26,6 +26,9 @@ OFF = {"strategy": None, "optimizer.learning_rate": 1e-4, "optimizer.schedule": 
 ROWS = "class Rows(Dataset):\n    def __getitem__(self, at):\n        ids = []\n        for one in parts:\n            ids += one\n"
 TRAINED = "from transformers import Trainer, TrainingArguments\nTrainer(m, TrainingArguments('o'), train_dataset=Rows()).train()\n"
 MASKED = "import torch\nfrom transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\nopt = torch.optim.AdamW(m.parameters(), lr=1e-4)\nids = tok(rows, max_length=50, padding=True)\nlabels = ids['input_ids']\n"
+AUTO = '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}}'
+HALF = "from transformers import Trainer, TrainingArguments\nTrainer(m, TrainingArguments('o', learning_rate=1e-4"
+GIVEN = "deepspeed train.py --deepspeed z.json --model_name_or_path a/b --output_dir o"
 UNREAD = ("is not there", "as the Trainer does")
 
 CASES: dict[str, Case] = {
@@ -169,6 +172,30 @@ CASES: dict[str, Case] = {
         {"data.loss_on": "all"},
         (),
         ("write data.loss_on",),
+    ),
+    "a script without fp16, which DeepSpeed's file leaves to it": (
+        {"train.py": f"{HALF}, deepspeed='z.json')).train()\n", "z.json": AUTO},
+        {"train.precision": "fp32", "strategy.stage": 2},
+        (),
+        (),
+    ),
+    "a command without --fp16, which DeepSpeed's file leaves to it": (
+        {"train.py": FILLED, "run.sh": GIVEN, "z.json": AUTO},
+        {"train.precision": "fp32", "strategy.stage": 2},
+        (),
+        (),
+    ),
+    "a command with --fp16": (
+        {"train.py": FILLED, "run.sh": f"{GIVEN} --fp16\n", "z.json": AUTO},
+        {"train.precision": "fp16"},
+        (),
+        (),
+    ),
+    "a script whose fp16 only a run knows": (
+        {"train.py": f"{HALF}, fp16=ask(), deepspeed='z.json')).train()\n", "z.json": AUTO},
+        {"train.precision": "fp16"},
+        (),
+        (),
     ),
     "a launcher in a variable that a branch assigns": (
         {
