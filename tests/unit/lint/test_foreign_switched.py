@@ -197,6 +197,22 @@ CASES: dict[str, Case] = {
         (),
         (),
     ),
+    "a file of rows that the script's own code reads": (
+        {
+            "train.py": f"import json\nwith open('conf.json') as f:\n    c = json.load(f)\nwith open('./data/rows.jsonl') as f:\n    rows = [json.loads(one) for one in f]\n{TRAINED}"
+        },
+        {},
+        ("to do: train.py:4: open ./data/rows.jsonl: not understood; write data.train",),
+        ("no file says it; write it in place of fill-in-the-data",),
+    ),
+    "rows of the script's own class, and those that it writes or evaluates on": (
+        {
+            "train.py": f"open('out.json', 'w')\nheld = Rows('eval.json')\nrows = OwnDataset('data.csv', tok)\n{TRAINED}"
+        },
+        {},
+        ("to do: train.py:3: OwnDataset data.csv: not understood; write data.train",),
+        ("eval.json", "out.json"),
+    ),
     "a launcher in a variable that a branch assigns": (
         {
             "run.sh": "if test $A; then\nL=torchrun\nfi\n$L --nproc_per_node 4 train.py\n",
