@@ -134,10 +134,8 @@ class Rows:
         counts = {"completion()": by_loss, "masked()": masks, "eval_dataset": loops}
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
-        if "loss_mask()" in lines:  # which decides, whatever the labels are
-            lines = {name: line for name, line in lines.items() if name not in ("labels()", "masked()")}
         padded = bool((values.get("tokenizer") or {}).get("padding"))
-        if (labels := lines.pop("labels()", 0)) and "masked()" not in lines:
+        if (labels := lines.pop("labels()", 0)) and not {"masked()", "loss_mask()"} & lines.keys():
             again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
             lines["labels(-100)" if masks and not again else "labels()"] = labels
             lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}
