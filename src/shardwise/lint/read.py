@@ -178,9 +178,8 @@ def referred(document: Document) -> list[str]:
     if document.syntax == "shell":
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
-        both |= (
-            {"config"} if str(document.get("config")).endswith((".yaml", ".yml")) else set()
-        )  # TrlParser's
+        if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
+            both.add("config")
         named += [str(document.get(name)) for name in sorted(both) if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
 

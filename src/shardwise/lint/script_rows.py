@@ -36,9 +36,15 @@ _SEEN = {  # settings that are no arguments; masked: the labels of a prompt; pac
     "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
     "packed()": re.compile(
         r"def group_texts|concatenated_examples|np\.memmap\(|"
-        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1\[\w*:[^]\n]{0,40}(?:len|size|block|max)"
+        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1"  # and cut again and again: once is a row's own end
+        r"(?:\[(?!0:)\w+\s*:[^]\n]{0,40}(?:len|size|block|max)|"
+        r" = \1\[[\w.]*(?:len|size|block|max)\w*\s*:\s*\])"
     ),
     "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*(\]\s*\*|for \w+ in range\()\s*len\("),
+    "loss_mask()": re.compile(
+        r"\b(?!\w*mask)\w*loss\w*(?:\.\w+\([^()\n]*\))*\s*\*=?\s*(?!\w*(?:att|pad))\w*mask|"
+        r"\b(?!\w*(?:att|pad))\w*mask\w*(?:\.\w+\([^()\n]*\))*\s*\*\s*(?!\w*mask)\w*loss"
+    ),
     "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
     "labels()": re.compile(r"(labels|\btarget(s|_ids))\W{0,4}[=:][^=\n]*input_ids"),
     "eval_dataset": re.compile(
@@ -50,7 +56,7 @@ _SEEN = {  # settings that are no arguments; masked: the labels of a prompt; pac
         r"for (\w+) in [\w.]+\.param_groups[\s\S]{0,200}?\b\4\[[\"']lr[\"']\]\s*=(?!=)"
     ),
 }
-_OPEN = ("scheduler()", "eval_dataset")  # of these, those that say no more
+_OPEN = ("scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
 
 
 class Rows:
@@ -129,7 +135,7 @@ class Rows:
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
         padded = bool((values.get("tokenizer") or {}).get("padding"))
-        if (labels := lines.pop("labels()", 0)) and "masked()" not in lines:
+        if (labels := lines.pop("labels()", 0)) and not {"masked()", "loss_mask()"} & lines.keys():
             again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
             lines["labels(-100)" if masks and not again else "labels()"] = labels
             lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}

@@ -63,14 +63,8 @@ class Settings:
         self.trainings = list[int]()  # the lines of several
         nodes = sorted(ast.walk(program), key=lambda node: getattr(node, "lineno", 0))
         made = [one for one in nodes if isinstance(one, ast.Call)]
-        used = [
-            k.value
-            for one in made
-            if _last(one) in ("Trainer", "Fabric")
-            for k in one.keywords
-            if k.arg == "strategy"
-        ]
-        self.strategies = {self.known.meant(one) for one in used}  # Lightning's
+        given = (k for one in made if _last(one) in ("Trainer", "Fabric") for k in one.keywords)
+        self.strategies = {self.known.meant(k.value) for k in given if k.arg == "strategy"}  # Lightning's
         self.rows = Rows(nodes, self.known)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
         trainers = {*names("trainers")} - own if calls else set[str]()

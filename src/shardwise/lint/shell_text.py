@@ -22,7 +22,7 @@ _PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|s
 _OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
 _BEFORE = rf"^{_S}*+(?:(?:\w++=\S*+|{_PREFIX}{_OPTIONS}){_S}++)*+(?:srun\b[^\n]{{0,2000}}?{_S})?"
 _BEFORE += r"(?:(?:/bin/)?(?:ba)?sh[ \t]+-l?c[ \t]+[\"'])?"
-_RUN = r"python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
+_RUN = r"(?:[\w.~/-]{0,200}/)?python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
@@ -35,9 +35,12 @@ _PLAIN = re.compile(
 )
 _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  # the name of a script
 _TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
+_SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module behind `swift sft`
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
 _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
+_HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
+_TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")
 _OTHER = re.compile(  # a script that another one starts
     r"(?m)^(?!\s*(?:#|echo|chmod|cp|mv|rm|cat|wget|curl|source|\.\s))[^\n#]*?([\w./${}-]+\.(?:sh|slurm|sbatch))\b"
 )
@@ -76,7 +79,7 @@ def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = Fals
     # the shell joins the next row where the last character is a backslash outside a comment
     ends = (i for i, row in enumerate(rows, 1) if not (row.endswith("\\") and uncommented(row) == row))
     count = next(ends, len(rows))
-    launcher = "torchrun" if word.startswith("python") and "torch" in word else word.split()[0]
+    launcher = "torchrun" if "torch" in word else word.split()[0]
     lost = () if quoted else _lost(rows, count, first)
     before, _, after = rows[0].partition(word)
     rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
@@ -117,6 +120,7 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         if "$" not in command.text or _NO_RUN.match(command.text):
             continue
         statement = _PYTHON.sub("python", known.expanded(command.text))
+        statement = _MODULE.sub("python", _TORCHRUN.sub("torchrun", statement))
         if not _STARTS.search(statement):
             continue
         evaluates = _EVALUATES.match(statement)
@@ -164,9 +168,10 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
         else:
             if word.endswith((".yaml", ".yml", ".json")) and not before_script:
                 yield "arguments", word, line
-            script = word.endswith(".py")
-            if before_script and (script or launcher == "swift"):
-                yield "script" if script else launcher, word, line  # `pt` of `swift pt`
+            script, swift = word.endswith(".py"), _SWIFT.search(word)
+            key = "swift" * bool(swift or (launcher == "swift" and not script)) or "script" * script
+            if before_script and key:
+                yield key, swift[1] if swift else word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$") and not script
 
 

@@ -1,6 +1,7 @@
 """Translate a configuration to a job to plan, and list the settings that the simulator ignores."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,13 @@ from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_settings import LORA
 from shardwise.lint.setup import Setup
+from shardwise.lint.shell_text import OPEN
 from shardwise.units import processes
 
 FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing of any model
 ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
 
+_HALVES = re.compile(r"\b(?:bf16|fp16|SFTConfig)\b")  # the last computes in bf16 by default
 _NOT_SIMULATED = [tuple(key.split(".")) for key in names("not_simulated")]
 
 
@@ -116,10 +119,21 @@ def _precision(document: Document, setup: Setup, assumed: list[str]) -> str:
         for name in ("bf16", "fp16"):
             if setup.training(name) is True or name in launched:
                 return name
-    if auto:
+    if auto and not _without_halves(setup):
         assumed.append(f"{auto[0]}, which the Trainer's arguments decide")
         return auto[0]
     return "fp32"
+
+
+def _without_halves(setup: Setup) -> bool:
+    """Whether all of the Trainer's arguments are known, and none asks for halves: by default they are off."""
+    calls = {name.rpartition(".")[2] for one in setup.of("training") for name in one.uses}
+    if "HfArgumentParser" in calls:
+        commands = [one for one in setup.of("training") if one.has("launcher")]
+        known = bool(commands) and not any(one.has(OPEN) for one in commands)
+    else:
+        known = "TrainingArguments" in calls and "TrainingArguments(**)" not in calls
+    return known and "TrainingArguments" in setup.scripts and not _HALVES.search(setup.scripts)
 
 
 def _batch(document: Document, setup: Setup, assumed: list[str], *, degree: int = 1) -> list[str]:

@@ -27,7 +27,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
     scripts = [one for one in scripts if not re.search(r"import run_exp\b", one.text)]  # LLaMA-Factory's own
     tools = [*dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))]
-    if any(one.get("launcher") == "swift" for one in documents):  # its file may have any keys
+    if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)

@@ -12,7 +12,7 @@ from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.foreign.losses import own_losses
-from shardwise.lint.foreign.reads import unnamed, without_idle
+from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
 from shardwise.lint.foreign.sections import opened
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
@@ -78,11 +78,17 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             loaded |= inputs.loaded
             taken |= inputs.taken
     asked = {Path(one).resolve() for one in files}
+    plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
+    if not inner and (off := switched_off([*commands, *scripts, *plain])):
+        idle = [one.name for one in plain if one.kind == "deepspeed"]
+        idle += [f"{one.name}: {DS}" for one in plain if one.section(DS)]
+        said += [f"left out: {name}: nothing switches it on ({off})" for name in idle]
+        commands = [without_deepspeed(one) for one in commands]
+        plain = [without_deepspeed(one) for one in plain if one.kind != "deepspeed"]
     for at, one in enumerate(plain):
         if one.kind == "training" and one.section("deepspeed"):
             plain[at], held_in = _apart(one)
             inner.append(held_in)
-    plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
     order = {one.name: place for place, one in enumerate(documents)}
     mine = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() in asked]
     named = [one for one in plain if one not in mine]

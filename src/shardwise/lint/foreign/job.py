@@ -41,7 +41,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     """
     said, used = list[str](), set[str]()
     read = of_files.read(files, said, used)
-    swift = any(one.get("launcher") == "swift" for one in read)
+    swift = any(one.has("swift") for one in read)
     documents = [part for one in read for part in with_datasets(one, said, swift=swift)]
     setup = Setup(documents=tuple(documents[::-1]))  # the last one wins
     planned = translate(replace(setup, asked_world_size=setup.launched or 1))

@@ -1,4 +1,4 @@
-"""What of a training no named file reads: modules that a script imports, and flags of its command."""
+"""What of a training nothing reads: modules that nobody named, flags, and settings that are switched off."""
 
 import ast
 import re
@@ -9,11 +9,15 @@ from functools import reduce
 from operator import getitem
 from pathlib import Path
 
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.suspects import decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import imported
+from shardwise.lint.rules.accelerate import DS, FILE, kind_of
+from shardwise.lint.shell_text import OPEN
 
+_DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
+_GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
@@ -67,3 +71,47 @@ def _read_by(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.Subscript(slice=ast.Constant(name)) | ast.Call(args=[ast.Constant(name), *_]):
             yield str(name)
+
+
+def switched_off(documents: Sequence[Document]) -> str:
+    """The place where a run leaves DeepSpeed off; empty if another switches it on, or none shows it."""
+    files = [Path(one.name).name for one in documents if one.kind == "deepspeed"]
+    commanded = any(one.syntax == "shell" for one in documents)  # else a flag may give one of the files
+    known = [one for one in documents if commanded or any(file in one.text for file in files)]
+    known += [one for one in documents if one.syntax != "python"]
+    places = [f"{one.name}:{line}" for one in known if (line := _off(one))]
+    return "" if any(map(_on, documents)) or not places else places[0]
+
+
+def without_deepspeed(document: Document) -> Document:
+    """The document without the settings that only DeepSpeed reads."""
+    values = {key: value for key, value in document.values.items() if key not in (DS, FILE)}
+    marks = {key: mark for key, mark in document.marks.items() if key[0] not in (DS, FILE)}
+    kind = (
+        "training" if document.has("base_model") else document.kind
+    )  # Axolotl's, which has accelerate's keys
+    return replace(document, values=values, marks=marks, kind=kind)
+
+
+def _on(document: Document) -> bool:
+    """Whether a document switches DeepSpeed on, or has words that may."""
+    if document.syntax == "python":
+        return document.has("deepspeed") or _DEEPSPEED.search(document.text) is not None
+    by_file = document.kind == "accelerate" and kind_of(document) == "DEEPSPEED"
+    given = any(document.get(key) for key in ("deepspeed", "use_deepspeed", OPEN))
+    other = (
+        document.has("config_file") and "config_file" not in document.flags
+    )  # accelerate's, perhaps unread
+    return by_file or given or other or document.get("launcher") == "deepspeed"
+
+
+def _off(document: Document) -> str:
+    """The line and the words with which a document leaves DeepSpeed off."""
+    if document.syntax == "python":
+        found = _GIVES.search(document.text)
+        off = found and "TrainingArguments(deepspeed)" in document.uses and not document.has("deepspeed")
+        return f"{line_at(document.text, found.start())}: deepspeed is None" if found and off else ""
+    if document.has("deepspeed") and not document.get("deepspeed"):
+        return f"{document.line(('deepspeed',))}: deepspeed is empty"
+    by_flag = document.get("launcher") == "accelerate" and FILE not in document.flags and document.has(FILE)
+    return f"{document.line((FILE,))}: no --use_deepspeed" if by_flag else ""

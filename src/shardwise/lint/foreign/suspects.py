@@ -39,6 +39,13 @@ _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "tr
 _SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
 _CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
+_READS = re.compile(
+    r"(^|\.)(open|(read|load)_(json|jsonl|csv|parquet)|\w*Dataset)$"
+)  # rows, by a script's own code
+_ROWS = re.compile(  # a file of rows to train on
+    r"(?i)^(?!.*(conf|param|setting|prompt|template|token|vocab|label|stat|eval|test|valid|\bdev|\bds_))"
+    r".*\.(jsonl?|csv|tsv|parquet)$"
+)
 _HELD_OUT = "data.eval_fraction"
 _OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
@@ -101,6 +108,8 @@ def _is_of(key: str, name: str, value: Any) -> bool:
     own_word = key in (_OWN_LOSS, "train.save_every")
     if isinstance(value, str) if key == _HELD_OUT else not own_word and _OTHER.search(name):
         return False  # the name of a split; what names another thing
+    if key == "data.train" and _READS.search(name) and isinstance(value, str):
+        return bool(_ROWS.search(value))
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
     return bool(_CONCEPTS[key].search(name) or in_value)
 
@@ -137,6 +146,9 @@ def _of(node: ast.AST) -> Iterator[Setting]:
         case ast.Call(func=ast.Attribute(attr="add_argument")):
             _, name, default = options(node)
             yield name, node.lineno, _constant(default)
+        case ast.Call(func=called, args=[ast.Constant(str(path)), *more]) if _READS.search(name_of(called)):
+            if not {one.value for one in more if isinstance(one, ast.Constant)} & {"w", "a", "wb", "w+"}:
+                yield name_of(called).rpartition(".")[2], node.lineno, path
         case ast.Call(func=called) if name_of(called).endswith("get_peft_model"):
             yield "get_peft_model", node.lineno, "is called"
         case ast.Call(func=called, keywords=given) if name_of(called).endswith("partial"):
