@@ -106,7 +106,7 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
             stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
             stack.enter_context(patch.object(causal_lm, "CAUSAL", "sdpa"))  # transformers' masks
         if "unmasked" in earlier:
-            stack.enter_context(patch.object(CausalLM, "_sees_all", lambda _: False))
+            stack.enter_context(patch.object(CausalLM, "_needs_mask", lambda *_: True))
         if "heads" in earlier:  # cut with lists of indices
             stack.enter_context(patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x)))
         if "mlp" in earlier:

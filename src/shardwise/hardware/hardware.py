@@ -20,8 +20,8 @@ class Link:
 
 
 SPREAD = 0.015
-"""Of equal GPUs of several nodes. Sinha et al. (SC 2022, arXiv 2208.11035) measured five clusters: 8 % lie
-between the whiskers of the box plots, which are 5.4 standard deviations if normal."""
+"""Of equal GPUs of several nodes. Sinha et al. (SC 2022, arXiv 2208.11035) name 8 % between the GPUs of a
+cluster, outliers apart; taken for the 5.4 standard deviations of a box plot's whiskers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,8 @@ from shardwise.models.own_attention import route
 from shardwise.models.router_loss import router_loss_of
 from shardwise.objective import Objective
 
-# Deliberately without a mask function of this name: transformers then makes no mask at all, and does not read
-# the position ids back from the GPU to look for packed samples.
+# Deliberately without mask functions of these names: transformers then makes no mask at all, and does not
+# read the position ids back from the GPU to look for packed samples.
 AttentionInterface.register(VARLEN, attention.varlen_attention)
 AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
@@ -56,10 +56,9 @@ class CausalLM(Objective):
         if chosen.implementation not in (None, model.config._attn_implementation):
             model.set_attn_implementation(chosen.implementation)
         causal = any(getattr(module, "is_causal", False) is True for module in model.modules())
-        sdpa = chosen.packing == "mask" and causal and model.config._attn_implementation == "sdpa"
-        self.needs_mask = chosen.packing == "mask" and not (sdpa and self._sees_all())
-        if sdpa:
-            model.config._attn_implementation = CAUSAL  # there is no mask function of this name: none is made
+        self.causal = self.packing == "mask" and causal and model.config._attn_implementation == "sdpa"
+        if self.causal:
+            model.config._attn_implementation = CAUSAL
         self.router_loss = router_loss_of(model)
         head = model.get_output_embeddings()
         # a head with an adapter, or one that is not a plain linear layer, computes its own logits
@@ -97,7 +96,7 @@ class CausalLM(Objective):
         if self.packing == "rows":
             return inputs
         inputs["position_ids"] = batch.position_ids
-        if self.packing == "mask" and (self.needs_mask or batch.single_segment_rows < len(batch.input_ids)):
+        if self.packing == "mask" and self._needs_mask(batch):
             inputs["attention_mask"] = self._masks(batch)
         if self.packing == "varlen":
             inputs["input_ids"] = batch.input_ids.reshape(1, -1)
@@ -105,21 +104,25 @@ class CausalLM(Objective):
             inputs |= self._segments(batch)
         return inputs
 
-    def _sees_all(self) -> bool:
-        """Whether no layer has a window: rows of one segment then need no mask, which slows attention."""
+    def _needs_mask(self, batch: MicroBatch) -> bool:
+        """Whether a row has several segments, or a layer a window; a mask slows attention down."""
+        several = batch.single_segment_rows < len(batch.input_ids)
+        return several or not self.causal or self._windows() != {"": 0}
+
+    def _windows(self) -> dict[str, int]:
+        """Tokens that a layer sees, 0 for all: by kind of layer where some have a window, else of `""`."""
         kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
-        windowed = not kinds and bool(getattr(self.model.config, "sliding_window", None))
-        return not windowed and "sliding_attention" not in kinds
+        window = getattr(self.model.config, "sliding_window", None) or 0
+        if "sliding_attention" not in kinds:
+            return {"": 0 if kinds else window}
+        return {kind: window if kind == "sliding_attention" else 0 for kind in sorted(kinds)}
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
         """The mask, or where some layers see a window only one for each kind of layer."""
         dtype = self.model.get_input_embeddings().weight.dtype
         mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, dtype)
-        kinds = {*(getattr(self.model.config, "layer_types", None) or ())}
-        window = getattr(self.model.config, "sliding_window", None) or 0
-        if "sliding_attention" not in kinds:
-            return mask(0 if kinds else window)
-        return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
+        masks = {kind: mask(window) for kind, window in self._windows().items()}
+        return masks.get("", masks)
 
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""

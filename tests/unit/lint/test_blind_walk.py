@@ -6,18 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import check, load
+from checked_files import checked
 from shardwise.lint.finding import Finding
-from shardwise.lint.setup import Setup
 
 
 def found(folder: Path, rule: str, **texts: str) -> list[Finding]:
     """The findings of a rule in files; `train_py` is train.py."""
-    files = [folder / name.replace("_", ".") for name in texts]
-    for file, text in zip(files, texts.values(), strict=True):
-        file.write_text(text)
-    documents, broken = load(files)
-    return [one for one in check(Setup(documents=documents), broken).findings if one.rule == rule]
+    return [one for one in checked(folder, **texts) if one.rule == rule]
 
 
 FSDP = """import torch

@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import check, load
-from shardwise.lint.setup import Setup
+from checked_files import checked
 
 
 def found(folder: Path, rule: str, **texts: str) -> list[tuple[str, int]]:
     """Severities and lines of what a rule finds in the first of these files; `train_py` is train.py."""
-    files = [folder / name.replace("_", ".") for name in texts]
-    for file, text in zip(files, texts.values(), strict=True):
-        file.write_text(text)
-    documents, broken = load(files)
-    all_ = check(Setup(documents=documents), broken).findings
-    mine = (one for one in all_ if one.rule == rule and one.file == str(files[0]))
+    first = str(folder / next(iter(texts)).replace("_", "."))
+    mine = (one for one in checked(folder, **texts) if one.rule == rule and one.file == first)
     return [(one.severity, one.line) for one in mine]
 
 

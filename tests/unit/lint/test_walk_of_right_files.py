@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from checked_files import checked
 from shardwise.app.check import check as check_files
 from shardwise.lint.check import check, headings, load, unreached
 from shardwise.lint.document import UnreadableError
@@ -19,11 +20,7 @@ from shardwise.lint.setup import Setup
 
 def found(folder: Path, rule: str = "", **texts: str) -> list[Finding]:
     """Errors and warnings of files, all or those of one rule; `train_py` is train.py."""
-    files = [folder / name.replace("_", ".") for name in texts]
-    for file, text in zip(files, texts.values(), strict=True):
-        file.write_text(text)
-    documents, broken = load(files)
-    all_ = check(Setup(documents=documents), broken).findings
+    all_ = checked(folder, **texts)
     return [one for one in all_ if one.severity != "note" and rule in ("", one.rule)]
 
 

@@ -60,7 +60,18 @@ def test_rows_of_one_segment_need_no_mask(name: str, window: int | None) -> None
     check(loss, plain, expected)
     assert "attention_mask" in loss.inputs(masked)
     assert "attention_mask" in loss.inputs(replace(batch, single_segment_rows=1))
-    assert ("attention_mask" in loss.inputs(plain)) == loss.needs_mask
+
+
+def test_most_families_with_masks_need_none_for_one_segment() -> None:
+    batch = packed([samples()[0]], rows=((0,),), length=len(samples()[0][0]))
+    batch = replace(batch, single_segment_rows=1)
+    models = {name: CausalLM(tiny_model(name, sliding_window=None)) for name in MASKED}
+    bare = {name for name, loss in models.items() if "attention_mask" not in loss.inputs(batch)}
+    assert len(bare) == 40
+    assert not bare & {"doge", "ministral", "gemma2", "gpt_oss"}
+    windowed = CausalLM(tiny_model("phimoe", sliding_window=5))
+    assert "attention_mask" in windowed.inputs(batch)
+    assert "attention_mask" not in CausalLM(tiny_model("gpt2", attn_pdrop=0.1)).inputs(batch)
 
 
 @pytest.mark.parametrize("name", LEAKING)

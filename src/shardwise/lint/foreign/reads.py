@@ -87,9 +87,7 @@ def without_deepspeed(document: Document) -> Document:
     """The document without the settings that only DeepSpeed reads."""
     values = {key: value for key, value in document.values.items() if key not in (DS, FILE)}
     marks = {key: mark for key, mark in document.marks.items() if key[0] not in (DS, FILE)}
-    kind = (
-        "training" if document.has("base_model") else document.kind
-    )  # Axolotl's, which has accelerate's keys
+    kind = "training" if document.has("base_model") else document.kind  # Axolotl's has accelerate's keys
     return replace(document, values=values, marks=marks, kind=kind)
 
 
@@ -99,9 +97,7 @@ def _on(document: Document) -> bool:
         return document.has("deepspeed") or _DEEPSPEED.search(document.text) is not None
     by_file = document.kind == "accelerate" and kind_of(document) == "DEEPSPEED"
     given = any(document.get(key) for key in ("deepspeed", "use_deepspeed", OPEN))
-    other = (
-        document.has("config_file") and "config_file" not in document.flags
-    )  # accelerate's, perhaps unread
+    other = document.has("config_file") and "config_file" not in document.flags  # perhaps unread
     return by_file or given or other or document.get("launcher") == "deepspeed"
 
 

@@ -39,9 +39,9 @@ _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "tr
 _SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
 _CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
-_READS = re.compile(
+_READS = re.compile(  # rows, by a script's own code
     r"(^|\.)(open|(read|load)_(json|jsonl|csv|parquet)|\w*Dataset)$"
-)  # rows, by a script's own code
+)
 _ROWS = re.compile(  # a file of rows to train on
     r"(?i)^(?!.*(conf|param|setting|prompt|template|token|vocab|label|stat|eval|test|valid|\bdev|\bds_))"
     r".*\.(jsonl?|csv|tsv|parquet)$"
