@@ -45,6 +45,9 @@ UNALIGNED = frozenset({"gpt2", "gpt_neo", "mamba"})
 RECORDED = "2026-11-26T18:05"
 """Since then the passes of adapters on one GPU are recorded as CUDA graphs, in a pool of their own."""
 
+ALL_RECORDED = "2026-11-27T07:40"
+"""Since then those of all weights are, too."""
+
 MASKED = "2026-11-26T18:20"
 """Since then models of these types get our masks; before, transformers made them from the positions."""
 
@@ -71,6 +74,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
     kind = "" if model is None else model.model_type
     routed = kind in EARLIER and date < ROUTED
+    engine = measured.get("strategy", {}).get("engine")
     others = {
         "attention": routed,
         "masks": (kind in MASKS and date < MASKED) or (routed and kind != "falcon"),
@@ -79,7 +83,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "mlp": lora and date < MLP_FUSED,
         "gelu": kind in GELU and date < GELU_FUSED,
         "logits": kind in UNALIGNED and date < GELU_FUSED,
-        "passes": lora and measured["strategy"]["engine"] == "single" and date < RECORDED,
+        "passes": engine == "single" and date < (RECORDED if lora else ALL_RECORDED),
     }
     return frozenset(name for name, other in others.items() if other)
 

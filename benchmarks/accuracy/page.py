@@ -161,6 +161,10 @@ def _elsewhere(name: str, hardware: Callable[[Row], Hardware] | None = None) -> 
     for row in load_rows(HERE / f"{name}.toml"):
         measured = found[row.id]
         one = compare(row, measured, hardware=hardware(row) if hardware else None)
+        if one["oom"]:
+            said = "predicted to fit" if one["fits"] else "as predicted"
+            lines.append([f"`{row.id}`", f"out of memory, {said}", *[""] * 6])
+            continue
         speed = measured["tokens_per_step"] / measured["step_seconds"] / row.gpus
         off = (percent(one["differences"][key], sign=True) for key in ("reserved", "step", "joules"))
         loss = f"{measured['loss'][0]:.3f} to {measured['loss'][-1]:.3f}, {measured['grad_norm'][-1]:.2f}"

@@ -29,13 +29,16 @@ from run import describe_machine
 
 from shardwise.record.read import read_events
 
+ALL = "all weights"
 CASES = (
     ("llama-3.2-1b", "alpaca_en_demo.json", "none", 1024, 4, 2),
     ("llama-3.2-1b", "alpaca_en_demo.json", "nf4", 1024, 4, 2),
     ("gemma-2-2b", "alpaca_en_demo.json", "none", 1024, 2, 2),
     ("llama-3.2-1b", "c4_demo.jsonl", "none", 2048, 4, 1),
+    ("smollm2-135m", "alpaca_en_demo.json", ALL, 1024, 8, 1),
+    ("gemma-3-270m", "alpaca_en_demo.json", ALL, 1024, 4, 1),
 )
-"""Model, documents, quantisation, length of a row, rows of a micro-batch, accumulation."""
+"""Model, documents, quantisation with LoRA 16 or ALL, length of a row, rows and number of micro-batches."""
 STEPS, EVERY = 60, 20
 
 
@@ -51,11 +54,12 @@ def model(name: str, assets: Assets) -> Path:
 
 
 def job(source: Path, data: Path, case: tuple[Any, ...], output: Path) -> dict[str, Any]:
-    _, _, quantization, length, rows, accumulation = case
+    _, _, method, length, rows, accumulation = case
+    adapters = {} if method == ALL else {"lora": {"rank": 16}, "quantization": method}
     return {
         "name": "run",
         "output": str(output),
-        "model": {"source": str(source), "lora": {"rank": 16}, "quantization": quantization},
+        "model": {"source": str(source), **adapters},
         "data": {"train": str(data), "sequence_length": length, "eval_fraction": 0.05},
         "train": {
             "precision": "bf16",
@@ -106,13 +110,14 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--source", action="append", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--only", default="", metavar="METHOD", help="cases of this quantisation, or ALL's")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     sources = [source.split("=", 1) for source in arguments.source]
     machine = {**describe_machine(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     with tempfile.TemporaryDirectory() as folder, arguments.out.open("a", encoding="utf-8") as out:
         assets = Assets(Path(folder), [arguments.folder / "c4_demo.jsonl"])
-        for case in (case for case in CASES if arguments.only in case[1]):
+        for case in (case for case in CASES if arguments.only in case[2]):
             source, data = model(case[0], assets), (arguments.folder / case[1]).resolve()
             for name, code in sources:
                 found = run(job(source, data, case, Path(folder)), str(Path(code).resolve()))

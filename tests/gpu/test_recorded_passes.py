@@ -28,7 +28,11 @@ LENGTH = 512
 LENGTHS = (512, 300, 212, 100, 90, 80, 70, 60, 50, 40)
 ROWS = (((0,), (1, 2)), ((3, 4, 5, 6, 7, 8), (1, 2)), ((0,), (0,)))
 """Micro-batches of three kinds: one row of a single sample, none, both."""
-LAYERS = {"gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "gptj": {"n_layer": 2}}
+LAYERS = {
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "gptj": {"n_layer": 2},
+    "gpt2": {"n_layer": 2},
+}
 MODELS = (
     "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "falcon-7b", "gpt-neo-1.3b", "gpt-j-6b", "pythia-1b",
     "stablelm-3b", "qwen1.5-moe-a2.7b", "olmo-2-1b", "deepseek-v2-lite", "gpt-oss-20b", "mamba-130m",
@@ -49,21 +53,23 @@ def micro_batches(vocabulary: int) -> list[MicroBatch]:
     return [packed(pairs, rows=rows, length=LENGTH).to(DEVICE) for rows in ROWS]
 
 
-def engine_of(model: Model, *, checkpointed: bool) -> tuple[Engine, BuiltModel]:
+def engine_of(
+    model: Model, *, checkpointed: bool, accumulation: int = len(ROWS)
+) -> tuple[Engine, BuiltModel]:
     built = build_model(model, dtype=torch.bfloat16, seed=1, sequence_length=LENGTH)
     if checkpointed:
         checkpoint_blocks(built.blocks, every=1)
-    strategy = Strategy(engine="single", precision="bf16", micro_batch=2)
+    strategy = Strategy(engine="single", precision="bf16", micro_batch=2, accumulation=accumulation)
     world = World(rank=0, size=1, local_rank=0, device=DEVICE, data_rank=0, data_size=1)
     module = CausalLM(built.model)
     return build_engine(strategy, module, built.blocks, built.weights.fill, Optimizer(), world), built
 
 
-def train(engine: Engine, batches: list[MicroBatch], steps: int = 5) -> list[tuple[float, float]]:
+def train(engine: Engine, *steps: list[MicroBatch]) -> list[tuple[float, float]]:
     torch.manual_seed(5)  # dropout
-    targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
     found = []
-    for _ in range(steps):
+    for batches in steps:
+        targets = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
         result = engine.step(batches, target_tokens=targets, learning_rate=1e-3)
         found.append((result.loss.item(), result.grad_norm.item()))
     return found
@@ -74,35 +80,46 @@ def recorded_passes(engine: Engine) -> RecordedPasses | None:
     return engine._recorded
 
 
+@pytest.mark.parametrize("accumulation", [1, len(ROWS)])
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recorded_steps_are_usual_steps(monkeypatch, checkpointed: bool, dropout: float) -> None:
-    model = model_of("llama-3.2-1b", lora=Lora(rank=8, dropout=dropout))
-    engine, built = engine_of(model, checkpointed=checkpointed)
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [("llama-3.2-1b", Lora(rank=8)), ("llama-3.2-1b", Lora(rank=8, dropout=0.1)), ("gpt2-small", None)],
+    ids=["adapters", "adapters with dropout", "all weights with dropout"],
+)
+def test_recorded_steps_are_usual_steps(
+    monkeypatch, accumulation: int, checkpointed: bool, name: str, lora: Lora | None
+) -> None:
+    model = model_of(name, lora=lora)
+    how = {"checkpointed": checkpointed, "accumulation": accumulation}
+    engine, built = engine_of(model, **how)
     batches = micro_batches(built.config.vocab_size)
-    recorded = train(engine, batches)
+    # of the kinds in turn, so that a graph's memory is used by those of others before it is replayed
+    steps = [batches] * 5 if accumulation > 1 else [[batch] for _ in range(5) for batch in batches]
+    recorded = train(engine, *steps)
     passes = recorded_passes(engine)
     assert passes is not None
     assert not passes.waiting
     assert [graph is not None for graph in passes._graphs.values()] == [True] * len(ROWS)
 
     held_out = engine.evaluate(batches[0])
-    monkeypatch.setattr(SingleEngine, "_adapters_on_one_shape", lambda _: False)
-    usual, _ = engine_of(model, checkpointed=checkpointed)
+    monkeypatch.setattr(SingleEngine, "_one_shape", lambda _: False)
+    usual, _ = engine_of(model, **how)
     assert recorded_passes(usual) is None
-    for ours, theirs in zip(recorded, train(usual, batches), strict=True):
+    for ours, theirs in zip(recorded, train(usual, *steps), strict=True):
         assert ours == pytest.approx(theirs, rel=2e-3)
     assert held_out.item() == pytest.approx(usual.evaluate(batches[0]).item(), rel=2e-3)
 
 
+@pytest.mark.parametrize("lora", [Lora(rank=8), None], ids=["adapters", "all weights"])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_tracer_says_is_recorded(name: str) -> None:
-    model = model_of(name, lora=Lora(rank=8))
+def test_what_the_tracer_says_is_recorded(name: str, lora: Lora | None) -> None:
+    model = model_of(name, lora=lora)
     tracer = Tracer(model, precision="bf16", sequence_length=LENGTH)
     trace = tracer.trace(rows=2, checkpoint_every=0, single_segment_rows=1)
     assert own_pool(trace)
     engine, built = engine_of(model, checkpointed=False)
-    losses = train(engine, micro_batches(built.config.vocab_size), steps=3)
+    losses = train(engine, *[micro_batches(built.config.vocab_size)] * 3)
     passes = recorded_passes(engine)
     assert passes is not None
     assert bool(passes.waiting) == trace.host_waits, passes.waiting

@@ -25,7 +25,7 @@ GPUS = max(count for count in (1, 2, 4) if count <= max(1, torch.cuda.device_cou
 HALF = {"steps": 12, "micro_batch": 1, "eval_every": 4, "precision": "bf16"}
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2", "zero2-offload", "zero3-offload"])
+@pytest.mark.parametrize("strategy", ["single", "zero2", "zero3", "fsdp2", "zero2-offload", "zero3-offload"])
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, strategy: str) -> None:
     """The step after resuming is the same number: forward passes add up in one order. Later ones may round
     differently, because the backward pass of attention does not."""
@@ -105,7 +105,7 @@ def test_an_adapter_is_trained_resumed_merged_and_asked(tmp_path: Path, strategy
     _shardwise(tmp_path, "generate", "runs/run", "--prompt", "What?", "--max-new-tokens", "8")
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["single", "zero2", "fsdp2"])
 def test_a_steps_seconds_are_its_own(tmp_path: Path, strategy: str) -> None:
     """ZeRO waits for the GPU within a step, and the last step is read as soon as it is issued."""
     (run,) = run_all([Run(job(tmp_path, "run", strategy, **HALF))], processes=GPUS, folder=tmp_path)

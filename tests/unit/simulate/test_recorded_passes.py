@@ -100,9 +100,21 @@ def test_others_keep_one_pool_for_all(adapters: StepTrace, changes: dict[str, ob
     assert memory(trace, strategy) == memory(replace(trace, one_shape=False), strategy)
 
 
-def test_all_weights_keep_one_pool_for_all(layers) -> None:
-    trace = with_gradients(layers(blocks=2, width=256))
-    assert memory(replace(trace, one_shape=True)) == memory(trace)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_recorded_passes_of_all_weights_need_no_more_memory(layers, accumulation: int) -> None:
+    trace = with_gradients(layers(blocks=8, width=1024, tokens=256))
+    strategy = replace(SINGLE, accumulation=accumulation)
+    usual, recorded = (memory(replace(trace, one_shape=alike), strategy) for alike in (False, True))
+    gradients = FP32 * sum(parameter.numel for parameter in trace.parameters)
+    assert gradients > 32 * MIB
+    assert (
+        recorded.peak_allocated_bytes <= usual.peak_allocated_bytes + TOKENS * trace.tokens + MIN_BLOCK_BYTES
+    )
+
+
+def test_passes_of_all_weights_are_issued_with_one_call(layers) -> None:
+    trace = replace(with_gradients(layers(blocks=64, width=256, tokens=256)), one_shape=True)
+    assert time(trace).launch_seconds < 0.5 * time(replace(trace, one_shape=False)).launch_seconds
 
 
 def test_pages_of_the_passes_stay_and_those_of_the_construction_do_not() -> None:

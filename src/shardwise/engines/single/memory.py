@@ -16,12 +16,17 @@ SEED = 2 * FP64  # Of a graph's random numbers, and their offset
 
 
 def own_pool(trace: StepTrace) -> bool:
-    """Whether the passes have a pool of their own, to be recorded if they can: those of packed adapters.
+    """Whether the passes have a pool of their own, to be recorded if they can: those of packed rows."""
+    return trace.one_shape and trace.precision != "fp32"
 
-    Gradients then stay allocated (decision 0083).
+
+def gradients_stay(trace: StepTrace, strategy: Strategy) -> bool:
+    """Whether recorded passes add to gradients that are allocated once (decision 0088).
+
+    With accumulation they have to be, and those of adapters are small. Others are made in the passes' pool.
     """
     frozen = len(trace.trainable) < len(trace.parameters)
-    return trace.one_shape and frozen and trace.precision != "fp32"
+    return own_pool(trace) and (frozen or strategy.accumulation > 1)
 
 
 class SingleMemory(SummedGradients):
@@ -30,7 +35,7 @@ class SingleMemory(SummedGradients):
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)
         self._optimizer = strategy.optimizer
-        self._own_pool = own_pool(trace)
+        self._own_pool, self._stay = own_pool(trace), gradients_stay(trace, strategy)
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace
@@ -42,7 +47,7 @@ class SingleMemory(SummedGradients):
         if self._mixed:
             for numel in numels:
                 memory.take(OPTIMIZER, FP32 * numel)
-        if self._own_pool:
+        if self._stay:
             for numel in numels:
                 memory.take(GRADIENTS, FP32 * numel)
         for numel in numels:
@@ -56,7 +61,7 @@ class SingleMemory(SummedGradients):
             memory.take(BUFFERS, SEED, OUTSIDE)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
-        if self._own_pool:
+        if self._stay:
             memory.give(block)
         else:
             super().gradient(memory, parameter, block)

@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: the host issues a micro-batch with one call, not with thousands (decision 0083).
+"""Passes as CUDA graphs: one call issues a micro-batch, not thousands (decisions 0083 and 0088).
 
 The first micro-batch of a kind runs as usual, the second is recorded, and from then on they are replayed.
 Usual passes, those of evaluation too, and recorded ones share a pool of memory and a stream: what one leaves
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 
@@ -31,15 +32,22 @@ class _Graph:
     replay: Callable[[], None]
     batch: MicroBatch  # What it reads
     loss: torch.Tensor  # What it leaves
+    gradients: list[torch.Tensor | None]  # Of the masters, after a replay
 
 
 class RecordedPasses:
-    """Runs micro-batches, and adds to the gradients of `masters`, which stay allocated."""
+    """Runs micro-batches, and leaves the gradients of `masters`."""
 
-    def __init__(self, loss: Loss, masters: Sequence[torch.Tensor], device: torch.device) -> None:
-        """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`."""
+    def __init__(
+        self, loss: Loss, masters: Sequence[torch.Tensor], device: torch.device, *, gradients_stay: bool
+    ) -> None:
+        """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`.
+
+        `gradients_stay`: they are allocated here, and all micro-batches of a step add to them. If not, a step
+        has one micro-batch, whose passes allocate them where its activations were.
+        """
         self._loss, self._masters = loss, masters
-        self._gradients = [torch.zeros_like(master) for master in masters]
+        self._gradients = [torch.zeros_like(master) for master in masters] if gradients_stay else []
         self._factor = torch.ones((), device=device)
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
         self._graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded
@@ -51,9 +59,11 @@ class RecordedPasses:
         if not (self._graphs or self.waiting):  # what the model's construction left serves no other pool
             torch.cuda.empty_cache()
         self._factor.copy_(factor)
-        torch._foreach_zero_(self._gradients)
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient
+        if self._gradients:
+            torch._foreach_zero_(self._gradients)
+            self._leave(self._gradients)
+        else:
+            assert len(micro_batches) == 1, "the next micro-batch would overwrite the gradients"
         total = torch.zeros_like(self._factor)
         for micro_batch in micro_batches:
             total += self._one(padded(micro_batch))
@@ -84,7 +94,12 @@ class RecordedPasses:
         for name, tensor in batch.tensors().items():
             getattr(graph.batch, name).copy_(tensor)
         graph.replay()
+        self._leave(graph.gradients)
         return graph.loss
+
+    def _leave(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
 
     def _passes(self, batch: MicroBatch) -> torch.Tensor:
         """The passes on this thread alone: another one's memory would not be that of the pool."""
@@ -111,7 +126,17 @@ class RecordedPasses:
             what = f"the passes cannot be recorded as a CUDA graph: {why}"
             fix = "strategy.engine: fsdp2, which runs in one process, too, and records nothing"
             raise JobError(what, where="strategy.engine", fix=fix) from error
-        return _Graph(replay=graph.replay, batch=batch, loss=loss)
+        gradients: list[torch.Tensor | None] = [master.grad for master in self._masters]
+        if not self._gradients:  # their memory serves the next passes as soon as the optimizer has stepped
+            gradients = [None if gradient is None else not_owned(gradient) for gradient in gradients]
+            self._leave([None] * len(gradients))
+        return _Graph(replay=graph.replay, batch=batch, loss=loss, gradients=gradients)
+
+
+def not_owned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which this tensor does not keep from being used again."""
+    memory = SimpleNamespace(__cuda_array_interface__=tensor.__cuda_array_interface__)
+    return torch.as_tensor(memory, device=tensor.device)
 
 
 def padded(batch: MicroBatch) -> MicroBatch:

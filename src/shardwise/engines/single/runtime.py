@@ -25,13 +25,14 @@ class SingleEngine(TorchEngine):
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         masters, device = [*self._masters.values()], self.world.device
-        if device.type == "cuda" and self._strategy.precision != "fp32" and self._adapters_on_one_shape():
-            self._recorded = RecordedPasses(self._loss, masters, device)
+        if device.type == "cuda" and self._strategy.precision != "fp32" and self._one_shape():
+            frozen = any(not weight.requires_grad for weight in self.module.parameters())
+            stay = frozen or self._strategy.accumulation > 1
+            self._recorded = RecordedPasses(self._loss, masters, device, gradients_stay=stay)
         return self._masters, ()
 
-    def _adapters_on_one_shape(self) -> bool:
-        frozen = any(not weight.requires_grad for weight in self.module.parameters())
-        return frozen and bool(getattr(self.module, "one_shape", False))
+    def _one_shape(self) -> bool:
+        return bool(getattr(self.module, "one_shape", False))
 
     def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         if self._recorded is None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardwise.engines.single.memory import own_pool
+from shardwise.engines.single.memory import gradients_stay, own_pool
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
@@ -12,22 +12,22 @@ from shardwise.strategy import Strategy
 class SingleSchedule(Schedule):
     """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is complete.
 
-    Recorded passes are issued with one call, and add to sums that stay.
+    Recorded passes are issued with one call, and may add to sums that stay.
     """
 
     sums_over_ranks = False
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.own_pool = own_pool(trace)
-        self.recorded = self.own_pool and not trace.host_waits
+        self.stay = gradients_stay(trace, strategy)
+        self.recorded = own_pool(trace) and not trace.host_waits
         if self.recorded:
             self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         if self.recorded:
             self.streams.issue(self.host.seconds("graph"))
-        first = first and not self.own_pool
+        first = first and not self.stay
         for segment in self.segments:
             self.run(segment)
             hooks = len(segment.gradients)

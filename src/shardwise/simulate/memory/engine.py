@@ -110,7 +110,7 @@ class SummedGradients(EngineMemory):
             return
         if first:
             size = FP32 * self._trace.parameters[parameter].numel
-            self._gradients[parameter] = memory.take(GRADIENTS, size)
+            self._gradients[parameter] = memory.take(GRADIENTS, size, memory.allocator.passes)
         memory.give(block)
 
 
