@@ -3,6 +3,7 @@
 import ast
 import re
 
+from shardwise.lint.schema import toml_file
 from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_names import Said
 from shardwise.lint.script_sums import UNKNOWN
@@ -12,13 +13,7 @@ _ENGINE_STEPS = re.compile(  # a loop that counts calls of DeepSpeed's `step()`;
     r"(while .*step|for \w*step\w* in range).*\n[\s\S]{0,4000}?"
     r"\b(\w+)\.backward\([\s\S]{0,2000}?\b\2\.step\("
 )
-_DOES = {  # what a condition such as `step % 100 == 0` is for
-    "every save": re.compile(r"(?i)save_(pretrained|model|checkpoint|ckpt|state)\w*\(|torch\.save\("),
-    "every evaluation": re.compile(
-        r"(?i)\b(\w*_)?(evaluat\w*|validat\w*|estimate_loss|eval_(step|loop|model)|validation_step)\("
-        r"|\.eval\(\)(?![\s\S]*(multinomial|generate)\()"
-    ),
-}
+_DOES = {name: re.compile(words) for name, words in toml_file("foreign.toml")["does"].items()}
 
 
 def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said:

@@ -80,7 +80,9 @@ class Settings:
                 self._take(node)
         if (_DDP,) in self._maybe and not any((one,) in self._maybe for one in _SHARDED):
             self.values[_DDP] = True  # the branch is that of several processes
-        if not any("token" in str(name).lower() for _, name in self.tokenizer.values()):  # it holds no model
+        scratch = self.rows.scratch() if calls and ("model_name_or_path",) not in self.marks else {}
+        self._put(scratch)
+        if not scratch and not any("token" in str(name).lower() for _, name in self.tokenizer.values()):
             self._put(self.tokenizer)
         if calls:
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
@@ -123,7 +125,9 @@ class Settings:
                 made_of = (node.lineno, ", ".join(sorted(read)))  # the class makes a text of them
                 self._put({(f"text by {name}",): made_of} if read and self.calls else {})
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
-                for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
+                fields_ = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+                used = self.calls and self.known.used(node)  # as HfArgumentParser's
+                for field, value in (one for one in fields(node) if used and one[0] in fields_):
                     given = self._inputs.flag([field])
                     self._put(self.known.entries(given or value, (field,), value.lineno))
 

@@ -46,8 +46,7 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             values = [value_of(one) for one in items]
             return UNKNOWN if UNKNOWN in values else values
         case ast.IfExp(test=test, body=then, orelse=other):
-            known = value_of(test)
-            return UNKNOWN if known == UNKNOWN else value_of(then if known else other)
+            return _chosen(value_of(test), then, other, value_of)
         case ast.BoolOp(op=op, values=parts):
             return _first(isinstance(op, ast.Or), [value_of(one) for one in parts])
         case ast.UnaryOp(op=ast.Not(), operand=inner):
@@ -71,6 +70,14 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
         case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:
             return _applied(_FUNCTIONS[name], [value_of(one) for one in args])
     return UNKNOWN
+
+
+def _chosen(test: Any, then: ast.expr, other: ast.expr, value_of: Callable[[ast.AST], Any]) -> Any:
+    """The value of a condition; of `args.eval_steps if rows else None` the number."""
+    if test == UNKNOWN:
+        value = value_of(then)
+        return value if type(value) in (int, float) and value_of(other) is None else UNKNOWN
+    return value_of(then if test else other)
 
 
 def _first(either: bool, values: list[Any]) -> Any:

@@ -35,7 +35,7 @@ class Values(Bound):
         self.presets, self._far = Presets(self._inputs), Presets(self._inputs)
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
-        for node in self._links.nodes if self._defaults else ():
+        for node in filter(self.used, self._links.nodes if self._defaults else ()):
             (self._far if self._links.away(node) else self.presets).take(node, self.meant)
         for node, value in self._attributes:
             self._store(node, value)

@@ -170,6 +170,218 @@ CASES: dict[str, Case] = {
 }
 
 
+PARSED = """\
+import argparse, yaml
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+p = argparse.ArgumentParser()
+p.add_argument("--config", default="c.yaml")
+p.add_argument("--model_name", default="a/old")
+p.add_argument("--learning_rate", type=float, default=1e-3)
+p.add_argument("--weight_decay", type=float, default=0.5)
+args = p.parse_args()
+FILLED
+model = AutoModelForCausalLM.from_pretrained(args.model_name)
+Trainer(model=model, args=TrainingArguments("o", learning_rate=args.learning_rate, weight_decay=args.weight_decay)).train()
+"""
+CASES |= {
+    f"a file fills a parser's arguments: {filled}": (
+        {
+            "run.sh": "python train.py --weight_decay 0.1\n",
+            "train.py": PARSED.replace("FILLED", filled),
+            "c.yaml": "model_name: a/new\nlearning_rate: 3.0e-4\n",
+        },
+        {"model.source": "a/new", "optimizer.learning_rate": 0.0003, "optimizer.weight_decay": 0.1},
+        (),
+        ("conflict",),
+    )
+    for filled in (
+        "vars(args).update(yaml.safe_load(open(args.config)))",
+        "p.set_defaults(**yaml.safe_load(open(args.config)))",
+        "args.__dict__.update(yaml.safe_load(open(args.config)))",
+        "args = argparse.Namespace(**{**vars(args), **yaml.safe_load(open(args.config))})",
+    )
+}
+COLLATED = """\
+import transformers, trl
+model = transformers.AutoModelForCausalLM.from_pretrained("a/b")
+collator = trl.DataCollatorForCompletionOnlyLM(response_template="### Answer:", tokenizer=tokenizer)
+"""
+IN_TEXT = ("DataCollatorForCompletionOnlyLM(): it finds the answers in a text, and a job counts all",)
+CASES |= {
+    f"answers in a text: {name}": ({"train.py": COLLATED + more, **files}, {}, said, never)
+    for name, more, files, said, never in [
+        (
+            "an attribute",
+            "args.dataset_text_field = 'text'\ntrl.SFTTrainer(model, args=args, data_collator=collator).train()\n",
+            {},
+            IN_TEXT,
+            (),
+        ),
+        (
+            "an argument",
+            "trl.SFTTrainer(model, args=trl.SFTConfig('o', dataset_text_field='text'), data_collator=collator).train()\n",
+            {},
+            IN_TEXT,
+            (),
+        ),
+        (
+            "a function of the field",
+            "def text_of(row):\n    return row['text']\ntrl.SFTTrainer(model, formatting_func=text_of, data_collator=collator).train()\n",
+            {},
+            IN_TEXT,
+            (),
+        ),
+        (
+            "messages",
+            "trl.SFTTrainer(model, train_dataset=rows, data_collator=collator).train()\n",
+            {},
+            (),
+            IN_TEXT,
+        ),
+    ]
+}
+PLAIN = """\
+import torch
+from itertools import chain
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("a/b")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+PACKS
+for step in range(9):
+    model(batch()).loss.backward()
+    optimizer.step()
+"""
+PACKED = {
+    "a chain that is cut": "rows = rows.map(lambda x: {'input_ids': [(ids := list(chain(*x['input_ids'])))[i : i + 512] for i in range(0, 9999, 512)]})",
+    "a chain in a function": "def pack(text_ids):\n    joined = list(chain.from_iterable(text_ids))\n    return [joined[i: i + size] for i in range(0, len(joined), size)]\nrows = pack(rows)",
+    "a buffer that is viewed": "def batch():\n    buf = tokens[at : at + B * T + 1]\n    return buf[:-1].view(B, T)",
+    "a map of memory": "data = np.memmap('train.bin', dtype='uint16')\ndef batch():\n    return data[i : i + block_size]",
+    "random places": "def batch():\n    ix = torch.randint(len(data) - block_size, (8,))\n    return torch.stack([data[i : i + block_size] for i in ix])",
+    "a name": "from mine import PackedTokenDataset\nrows = PackedTokenDataset('train.bin', 1024)",
+}
+CASES |= {
+    f"packed: {name}": (
+        {"train.py": PLAIN.replace("PACKS", lines)},
+        {"data.packing": True},
+        (),
+        ("packing=false",),
+    )
+    for name, lines in PACKED.items()
+}
+CASES |= {
+    "perhaps packed": (
+        {"train.py": PLAIN.replace("PACKS", "def batch():\n    return tokens[at : at + seq_len]")},
+        {"data.packing": None},
+        ("pieces(): the script cuts pieces out of a list of tokens, of one text or of several",),
+        ("packing=false",),
+    ),
+    "labels are no pieces": (
+        {"train.py": PLAIN.replace("PACKS", "target[at : at + inst_len] = -100")},
+        {"data.packing": False},
+        (),
+        ("pieces()",),
+    ),
+}
+NET = """\
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+    @classmethod
+    def from_pretrained(cls, kind):
+        from transformers import GPT2LMHeadModel
+        return GPT2LMHeadModel.from_pretrained(kind)
+"""
+STEPS = """\
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+for step in range(9):
+    model(batch()).loss.backward()
+    optimizer.step()
+"""
+SCRATCH = {
+    "own class": f"{NET}model = Net(Config(n_layer=12))\n# model = Net.from_pretrained('gpt2')\nmodel.to('cuda')\n{STEPS}",
+    "a class that is not named": f"import torch\nfrom mine import Net\nmodel = Net(d_model=8, n_layers=2).to('cuda')\n{STEPS}",
+    "a library's class": f"import torch\nfrom transformers import LlamaConfig, LlamaForCausalLM\nmodel = LlamaForCausalLM(LlamaConfig(hidden_size=64))\n{STEPS}",
+}
+CASES |= {
+    f"from scratch: {name}": (
+        {"train.py": text},
+        {"model.weights": "random", "model.source": "fill-in-the-model"},
+        ("the model is made of a configuration of the script's, with random weights",),
+        ("model_name_or_path: its value", "until then {}"),
+    )
+    for name, text in SCRATCH.items()
+}
+CASES |= {
+    "from scratch, of a model's configuration": (
+        {
+            "train.py": f"import torch\nfrom transformers import AutoConfig, AutoModelForCausalLM\nconfig = AutoConfig.from_pretrained('a/b')\nmodel = AutoModelForCausalLM.from_config(config)\n{STEPS}"
+        },
+        {"model.weights": "random", "model.source": "a/b"},
+        (),
+        ("own shape",),
+    ),
+    "weights of the class that is called": (
+        {"train.py": f"{NET}model = Net.from_pretrained('gpt2')\n{STEPS}"},
+        {"model.weights": None},
+        ("model_name_or_path: its value could not be read; write model.source",),
+        ("random weights",),
+    ),
+}
+DATACLASSES = """\
+from dataclasses import dataclass, field
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+@dataclass
+class Mine(TrainingArguments):
+    adam_beta2: float = 0.95
+    PLAIN
+    report_to: str = "wandb"
+@dataclass
+class Model:
+    model: str = field(default="a/b")
+model_args, args = HfArgumentParser((Model, WHICH)).parse_args_into_dataclasses()
+Trainer(AutoModelForCausalLM.from_pretrained(model_args.model), args).train()
+"""
+CASES |= {
+    f"fields of a dataclass: {which}{plain[:4]}": (
+        {
+            "run.sh": "python train.py --learning_rate 1e-5\n",
+            "train.py": DATACLASSES.replace("WHICH", which).replace("PLAIN", plain),
+        },
+        {"optimizer.beta2": beta2, "train.keep": keep, "tracking": tracking},
+        (),
+        (),
+    )
+    for which, plain, beta2, keep, tracking in [
+        ("TrainingArguments", "save_total_limit: int = 5", 0.999, None, None),
+        ("Mine", "save_total_limit: int = 5", 0.95, 5, ["wandb"]),
+        ("Mine", "save_total_limit = 5", 0.95, None, ["wandb"]),
+    ]
+}
+CUT = """\
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+class Rows:
+    def __init__(self, tokenizer, max_length=2048):
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+    def make(self, row):
+        most = min(self.max_length, 2048)
+        return self.tokenizer(row["text"], truncation=True, max_length=most)
+rows = data.map(Rows(tokenizer, max_length=LENGTH).make)
+Trainer(AutoModelForCausalLM.from_pretrained("a/b"), TrainingArguments("o"), train_dataset=rows).train()
+"""
+CASES |= {
+    f"a length that is cut again: {length}": (
+        {"train.py": CUT.replace("LENGTH", length)},
+        {"data.sequence_length": cut},
+        (),
+        (),
+    )
+    for length, cut in [("8192", 2048), ("512", 512), ("4096", 2048)]
+}
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_files_fill_classes(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_case(case, tmp_path, monkeypatch)

@@ -65,7 +65,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
+            filled = _FILLS.search(one.text) or _WORDS["updates"].search(one.text)
+            settings = [part for part in plain if part.kind == "training" and filled]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents, loads=loads)
@@ -129,11 +130,27 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     for one in reached:  # which grows by what each part calls
         used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
         reached += [idle.pop(name) for name in used & idle.keys()]
-    if not idle or not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
+    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
-    gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-    text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
+    text = _without(script.text, [*idle.values()])
+    for held in (one for one in reached if isinstance(one, ast.ClassDef)):
+        for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
+            rest = re.sub(r"#.*", "", f"{_without(text, [one])}\n{others}")
+            own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
+            made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
+            if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
+                text = _without(text, [one])
+    if text == script.text:
+        return script
     return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
+
+
+def _without(text: str, parts: Sequence[ast.FunctionDef]) -> str:
+    """A script's text with empty lines in place of some of its functions."""
+    firsts = [min([one.lineno, *(mark.lineno for mark in one.decorator_list)]) for one in parts]
+    ends = [(one.end_lineno or 0) + 1 for one in parts]
+    gone = {at for first, end in zip(firsts, ends, strict=True) for at in range(first, end)}
+    return "\n".join("" if at in gone else row for at, row in enumerate(text.split("\n"), 1))
 
 
 def _refuse(document: Document, texts: str) -> None:

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.table import TABLE
@@ -11,6 +11,8 @@ from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_run import own_parts
 
 _WORDS = {name: re.compile(TABLE["words"][name]) for name in ("model_loss", "more_loss")}
+
+_COLLATOR = "DataCollatorForCompletionOnlyLM()"
 
 
 def own_losses(script: Document, texts: str) -> Iterator[str]:
@@ -29,6 +31,21 @@ def own_losses(script: Document, texts: str) -> Iterator[str]:
             lines += _terms(node)
     for line in lines[:1]:
         yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
+
+
+def answers_in_text(documents: Sequence[Document]) -> Iterator[str]:
+    """What is said of a collator that finds the answers in rows of text, which a job counts in full."""
+    scripts = [one for one in documents if one.syntax == "python"]
+    field = any(one.has("dataset_text_field") for one in documents)
+    marks = [place[0] for one in scripts for place in one.marks]
+    made = any(one.startswith("text by") for one in marks)  # which is said
+    for one in scripts if field or "formatting_func" in marks else ():
+        if one.has(_COLLATOR) and not made and "apply_chat_template(" not in one.text:
+            what = (
+                "it finds the answers in a text, and a job counts all of a text; prepare the rows as messages"
+            )
+            place = f"{one.name}:{one.line((_COLLATOR,))}: {_COLLATOR}"
+            yield f"to do: {place}: {what}, or as prompts and completions"
 
 
 def _terms(scope: ast.FunctionDef | ast.Module) -> Iterator[int]:
