@@ -33,10 +33,11 @@ _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attentio
 _PRINTS = re.compile(r"(?im)^ *(raise |assert |[\w.]{0,60}(print|log|warn|error|info|debug)[\w.]{0,60}\().*")
 _IGNORED = re.compile(r"-100\b|\bIGNORE\b|(?i:ignore_?(index|token|id|label))")
 _PART = re.compile(r"prompt|user|assist|answer|respon|instr|role|source|len\(|\[:")  # of a conversation
-_MODELS = re.compile(r"(?i)^(\w+_)?(model|net|gpt|llm|lm)$")  # names of what is trained
+_MODEL = re.compile(r"(?i)^([\w.]+[._])?(model|net|gpt|llm|lm) = ")  # names of what is trained
+_LOADED = re.compile(r"(?i)([\w.]+[._])?(model|net|gpt|llm|lm)\.load_state_dict\(")
+_MOVED = re.compile(r"\.(to|cuda|half|bfloat16|float|train)$")
 _BUILT = re.compile(r"(^|\.)(from_config|\w+(ForCausalLM|LMHeadModel))$")
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
-_MOVES = ("to", "cuda", "half", "bfloat16", "float", "train")
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
 _OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
 
@@ -108,16 +109,24 @@ class Rows:
         return {}
 
     def scratch(self) -> Said:
-        """The model, where the script makes it of a configuration: with random weights."""
-        for one in self._nodes:
-            match one:
-                case ast.Assign(targets=[ast.Name(id=name)], value=made) if _MODELS.search(name):
-                    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute):
-                        if made.func.attr not in _MOVES:
-                            break
-                        made = made.func.value
-                    if isinstance(made, ast.Call) and self._is_built(made) and self._known.flow.certain(one):
-                        return self._built(made)
+        """The model, where the script makes it with random weights and certainly loads no others."""
+        parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]
+        parts = [one for one in parts if self._known.runs(one) and self._known.flow.certain(one)]
+        if any(_LOADED.match(ast.unparse(one)) for one in parts):
+            return {}
+        for one in parts:
+            made = one.value if isinstance(one, ast.Assign) and _MODEL.search(ast.unparse(one)) else None
+            while isinstance(made, ast.Call) and _MOVED.search(ast.unparse(made.func)):
+                made = getattr(made.func, "value", None)
+            if isinstance(made, ast.Call) and self._is_built(made):
+                said: Said = {
+                    ("random weights",): (made.lineno, True),
+                    ("own shape",): (made.lineno, UNKNOWN),
+                }
+                config = self._known.meant(made.args[0]) if made.args else made
+                own = isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained")
+                given = config.args if own and isinstance(config, ast.Call) else []
+                return said | (self._known.entries(given[0], ("model_name_or_path",)) if given else {})
         return {}
 
     def _is_built(self, call: ast.Call) -> bool:
@@ -126,14 +135,7 @@ class Rows:
         bases = " ".join(map(ast.unparse, own.bases)) if isinstance(own, ast.ClassDef) else ""
         net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(own)
         shape = len(_SHAPE & {one.arg for one in call.keywords}) > 1  # of a class that no script shows
-        return bool(net or shape or _BUILT.search(name_of(call.func))) and self._known.runs(call)
-
-    def _built(self, call: ast.Call) -> Said:
-        config = self._known.meant(call.args[0]) if call.args else call
-        said: Said = {("random weights",): (call.lineno, True), ("own shape",): (call.lineno, UNKNOWN)}
-        if isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained"):
-            said |= self._known.entries(config.args[0], ("model_name_or_path",)) if config.args else {}
-        return said
+        return bool(net or shape or _BUILT.search(name_of(call.func)))
 
     def labels(self, text: str, values: Mapping[str, Any], uses: Collection[str], *, loops: bool) -> Said:
         """What the words of a script show, without being an argument; `loops`: no Trainer is used."""
