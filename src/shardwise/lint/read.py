@@ -19,6 +19,7 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
+_LAUNCHERS = ("torch", "accelerate", "axolotl", "llamafactory", "swift", "pip", "vllm")  # started by `-m`
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
@@ -173,10 +174,16 @@ def referred(document: Document) -> list[str]:
         "accelerate": [("deepspeed_config", "deepspeed_config_file")],
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
+    tables["training"] += [
+        key for key in document.marks if key[1:] and key[-1] == "deepspeed"
+    ]  # in a section
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell":
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
+        modules = [one for one in (document.get("module"), document.get("m")) if isinstance(one, str)]
+        modules = [one for one in modules if one.partition(".")[0] not in _LAUNCHERS]
+        named += [f"{one.replace('.', '/')}.py" for one in modules]
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
             both.add("config")

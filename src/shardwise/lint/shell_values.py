@@ -29,6 +29,7 @@ _UNREAD = re.compile(
 )
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
+_ONCE = re.compile(r"for\s+(\w+)\s+in\s+([\w./+:-]+)")
 _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
 _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
@@ -126,6 +127,8 @@ class Variables:
             self._known |= dict.fromkeys(_within(text))
         else:
             self._known |= dict.fromkeys(_touched(text))
+            if only := _ONCE.fullmatch(text):  # a loop over one word
+                self._known[only[1]] = only[2]
 
     def _set(self, name: str, value: Value, sure: bool) -> None:
         same = name in self._known and self._known[name] == value

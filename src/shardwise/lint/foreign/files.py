@@ -317,7 +317,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
         same = Path(name).name in {path.name for path in asked}  # in another folder
         if given and name.endswith(".json") and not there & asked and not same:
             yield f"conflict: {given} is used, not {name}, which {place} names"
-        elif not there and not same and name not in TABLE["own_scripts"]:
+        elif not there and not same and not name.endswith((*TABLE["own_scripts"],)):
             yield f"to do: {place}: {name} is not there; add it to --from"
     for name in CONFIGURATIONS if one.syntax == "python" and not given and alone else ():
         if one.has(name) and one.get(name) is None:
