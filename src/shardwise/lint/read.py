@@ -19,6 +19,7 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
+_MODULE = re.compile(r"(?m)^(?!\s*#).*?\s(?:--module|-m)\s+([A-Za-z_]\w*(?:\.\w+)*)")
 _LAUNCHERS = ("torch", "accelerate", "axolotl", "llamafactory", "swift", "pip", "vllm")  # started by `-m`
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
@@ -181,9 +182,9 @@ def referred(document: Document) -> list[str]:
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell":
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
-        modules = [one for one in (document.get("module"), document.get("m")) if isinstance(one, str)]
-        modules = [one for one in modules if one.partition(".")[0] not in _LAUNCHERS]
-        named += [f"{one.replace('.', '/')}.py" for one in modules]
+        started = document.get("module") is True or document.get("m") is True
+        modules = _MODULE.findall(document.text) if started else []
+        named += [f"{one.replace('.', '/')}.py" for one in modules if one.partition(".")[0] not in _LAUNCHERS]
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
             both.add("config")

@@ -12,7 +12,7 @@ from shardwise.lint.script_links import Links
 from shardwise.lint.script_names import part_of, path_of
 
 _NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
-_PARSERS = ("HfArgumentParser", "transformers.HfArgumentParser", "TrlParser", "parse_args_into_dataclasses")
+_PARSERS = ("HfArgumentParser", "transformers.HfArgumentParser", "TrlParser", "parse_args")
 REPLACE = ("dataclasses.replace", "replace")
 
 

@@ -359,6 +359,142 @@ CASES |= {
         ("Mine", "save_total_limit = 5", 0.95, None, ["wandb"]),
     ]
 }
+EVERY = """\
+import argparse
+from dataclasses import dataclass, field
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+@dataclass
+class Idle(TrainingArguments):
+    save_steps: int = field(default=700)
+parser = argparse.ArgumentParser()
+parser.add_argument("--save_steps", type=int, default=500)
+parser.add_argument("--eval_steps", type=int, default=50)
+args = parser.parse_args()
+rows = held_out(args)
+Trainer(AutoModelForCausalLM.from_pretrained("a/b"), TrainingArguments("o", eval_strategy="steps", EVERY), eval_dataset=rows).train()
+"""
+CASES |= {
+    f"steps on a condition: {every}": (
+        {
+            "run.sh": "python train.py --eval_steps 100 --save_steps 200\n",
+            "train.py": EVERY.replace("EVERY", every),
+        },
+        {"train.save_every": save, "train.eval_every": evaluate},
+        said,
+        (),
+    )
+    for every, save, evaluate, said in [
+        (
+            "save_steps=args.eval_steps if rows else args.save_steps",
+            None,
+            100,
+            ("save_steps: its value could not be read",),
+        ),
+        ("eval_steps=args.eval_steps if rows else None, save_steps=args.save_steps", 200, 100, ()),
+        ("save_steps=args.save_steps", 200, 100, ()),
+    ]
+}
+AXOLOTL = (
+    "base_model: a/b\ndatasets:\n  - path: d/e\n    type: alpaca\nmicro_batch_size: 2\nlearning_rate: 1e-4\n"
+)
+SCHEDULER = '{"train_micro_batch_size_per_gpu": 2, "scheduler": {"type": "TYPE", "params": {"warmup_num_steps": 9MORE}}}'
+LOGARITHMIC = "its warm-up is logarithmic"
+CASES |= {
+    "constant has no warm-up": (
+        {"a.yaml": f"{AXOLOTL}lr_scheduler: constant\nwarmup_steps: 10\n"},
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0},
+        ("warmup_steps 10: the constant schedule has no warm-up",),
+        (),
+    ),
+    "constant with warm-up has": (
+        {"a.yaml": f"{AXOLOTL}lr_scheduler: constant_with_warmup\nwarmup_steps: 10\n"},
+        {"optimizer.schedule": "constant", "optimizer.warmup_steps": 10},
+        (),
+        ("has no warm-up",),
+    ),
+    "cosine has": (
+        {
+            "a.yaml": f"{AXOLOTL}lr_scheduler: cosine\nwarmup_steps: 10\nevals_per_epoch: 0\noptim_args:\n  eps: 1e-8\n"
+        },
+        {"optimizer.schedule": "cosine", "optimizer.warmup_steps": 10, "optimizer.epsilon": 1e-8},
+        (),
+        ("has no warm-up", "evals_per_epoch", "optim_args"),
+    ),
+}
+CASES |= {
+    f"a warm-up of DeepSpeed: {kind}{more}": (
+        {"ds.json": SCHEDULER.replace("TYPE", kind).replace("MORE", more)},
+        {"optimizer.schedule": schedule},
+        said,
+        never,
+    )
+    for kind, more, schedule, said, never in [
+        (
+            "WarmupDecayLR",
+            "",
+            "linear",
+            (f"changed: ds.json:1: scheduler.type: WarmupDecayLR: {LOGARITHMIC}",),
+            (),
+        ),
+        ("WarmupLR", "", "constant", (f"scheduler.type: WarmupLR: {LOGARITHMIC}",), ()),
+        ("WarmupLR", ', "warmup_type": "linear"', "constant", (), (LOGARITHMIC,)),
+    ]
+}
+HALF = "from transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nmodel = AutoModelForCausalLM.from_pretrained('a/b'LOADED)\nTrainer(model, TrainingArguments('o'GIVEN)).train()\n"
+CASES |= {
+    f"neither half: {given}{loaded}": (
+        {"train.py": HALF.replace("GIVEN", given).replace("LOADED", loaded)},
+        {"train.precision": precision},
+        (),
+        ("precision bf16",) if precision else (),
+    )
+    for given, loaded, precision in [
+        (", fp16=False, bf16=False", "", "fp32"),
+        (", fp16=False, bf16=False", ", torch_dtype='bfloat16'", "bf16"),
+        (", fp16=False", "", None),
+    ]
+}
+CASES |= {
+    "a loop of the shell over one word": (
+        {
+            "run.sh": "for lr in 0.0003\ndo\n  for ep in 1; do\n    python train.py --lr $lr --epochs $ep\n  done\ndone\n",
+            "train.py": "import argparse\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float)\np.add_argument('--epochs', type=int)\na = p.parse_args()\nTrainer(AutoModelForCausalLM.from_pretrained('a/b'), TrainingArguments('o', learning_rate=a.lr, num_train_epochs=a.epochs)).train()\n",
+        },
+        {"optimizer.learning_rate": 0.0003, "train.epochs": 1},
+        (),
+        ("could not be read",),
+    ),
+    "a module that is not there, and a file in a section": (
+        {
+            "run.sh": "deepspeed --num_gpus=8 --module training.tune --config c.yaml\n",
+            "data/ds.json": '{"zero_optimization": {"stage": 3}}',
+            "c.yaml": "sft: {num_train_epochs: 2, learning_rate: 1e-5, per_device_train_batch_size: 1, deepspeed: data/ds.json}\n",
+        },
+        {"strategy.stage": 3},
+        ("training/tune.py is not there; add it to --from",),
+        (),
+    ),
+    "one to do for the rows of a step": (
+        {
+            "run.sh": "torchrun --nproc_per_node $(nvidia-smi -L | wc -l) train.py\n",
+            "train.py": HALF.replace("LOADED", "").replace("GIVEN", ", per_device_train_batch_size=2"),
+        },
+        {"train.micro_batch": 2},
+        (
+            "nproc_per_node: its value could not be read; of a step's rows the files say micro 2; write train.micro_batch, train.global_batch",
+        ),
+        ("another factor",),
+    ),
+    "LLaMA-Factory's own script": (
+        {
+            "run.sh": "accelerate launch lib/LLaMA-Factory/src/train.py c.yaml\n",
+            "c.yaml": "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\nlearning_rate: 1e-5\n",
+        },
+        {"model.source": "a/b"},
+        (),
+        ("src/train.py is not there",),
+    ),
+}
 CUT = """\
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 class Rows:

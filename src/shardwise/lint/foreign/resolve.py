@@ -136,11 +136,14 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     rows = parts.get("total", groups * micro * times)
     if parts.get("sequence", 1) > 1:
         said.append(f"changed: a job keeps a row on one GPU; the files share it among {parts['sequence']}")
-    asked = any(one.startswith("to do") and one.endswith(f"write {BATCH}") for one in said)  # for a factor
     if "total" not in parts and unsaid:
         known = ", ".join(f"{name} {count}" for name, count in parts.items())
-        what = f"of a step's rows the files say {known}, and another factor could not be read"
-        said += [] if asked else [f"to do: {what}; write {BATCH}"]
+        what, asks = f"of a step's rows the files say {known}", f"; write {BATCH}"
+        asked = [at for at, one in enumerate(said) if one.startswith("to do") and one.endswith(asks)]
+        if asked:
+            said[asked[0]] = f"{said[asked[0]].removesuffix(asks)}; {what}{asks}"
+        else:
+            said.append(f"to do: {what}, and another factor could not be read{asks}")
         more = [f"train.global_batch={rows}"] * (Train().global_batch % micro > 0)  # a default loses
         return [f"train.micro_batch={micro}", *more] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:
