@@ -24,9 +24,11 @@ TORCHRUN = "torchrun --nproc_per_node=4 train.py\n"
 WORLD = "int(os.environ.get('WORLD_SIZE', 1))"
 DISTRIBUTED = "import torch.distributed as dist\n"
 ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
-OPEN_BATCH = ("gradient_accumulation_steps: its value could not be read; of a step's rows the files say",)
+OPEN_BATCH = (
     "its value could not be read; of a step's rows the files say",
     "write train.micro_batch, train.global_batch",
+)
+CASES: dict[str, Case] = {
     f"world: {name}": ({"run.sh": command, "train.py": script}, {"train.global_batch": 64}, (), ("GPUs",))
     for name, command, script in [
         ("get", TORCHRUN, with_world(WORLD)),
