@@ -28,7 +28,7 @@ from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
-_FILLS, _LOADS = _WORDS["fills"], _WORDS["loads"]
+_FILLS = _WORDS["fills"]
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
@@ -48,7 +48,6 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     documents, broken = load(files, other="training")
     for wrong in broken:
         raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
-    loads = any(_LOADS.search(one.text) for one in documents if one.syntax == "python")
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
@@ -69,7 +68,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             settings = [part for part in plain if part.kind == "training" and filled]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
-            inputs = _inputs(one, settings, as_given, documents, loads=loads)
+            inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said, {key for part in plain for key in part.values})
             commands = [_without_flags(command, script, inputs, said) for command in commands]
             for part in settings:
@@ -203,14 +202,9 @@ def _in_full(command: Document, options: set[str]) -> Document:
 
 
 def _inputs(
-    script: Document,
-    settings: Sequence[Document],
-    commands: Sequence[Document],
-    all_: Sequence[Document],
-    *,
-    loads: bool,
+    script: Document, settings: Sequence[Document], commands: Sequence[Document], all_: Sequence[Document]
 ) -> Inputs:
-    """What the commands, and files of `settings`, give the script. `loads`: whether a script reads any."""
+    """What the commands, and files of `settings`, give the script."""
     flags, environment = dict[str, Any](), dict[str, str]()
     for one in settings:
         flags |= one.values
@@ -243,7 +237,7 @@ def _inputs(
         given=given,
         stem=Path(script.name).stem,
         others=modules_of(others),
-        data=[one.values for one in all_ if loads and not settings and one.name in files],
+        data=[one.values for one in all_ if not settings and one.name in files],
     )
 
 

@@ -35,12 +35,9 @@ def own_losses(script: Document, texts: str) -> Iterator[str]:
 
 def answers_in_text(documents: Sequence[Document]) -> Iterator[str]:
     """What is said of a collator that finds the answers in rows of text, which a job counts in full."""
-    scripts = [one for one in documents if one.syntax == "python"]
-    field = any(one.has("dataset_text_field") for one in documents)
-    marks = [place[0] for one in scripts for place in one.marks]
-    made = any(one.startswith("text by") for one in marks)  # which is said
-    for one in scripts if field or "formatting_func" in marks else ():
-        if one.has(_COLLATOR) and not made and "apply_chat_template(" not in one.text:
+    marks = {place[0].partition(" ")[0] for one in documents for place in one.marks}  # `text by a function`
+    for one in documents if marks & {"dataset_text_field", "formatting_func"} and "text" not in marks else ():
+        if one.has(_COLLATOR) and "apply_chat_template(" not in one.text:
             what = (
                 "it finds the answers in a text, and a job counts all of a text; prepare the rows as messages"
             )

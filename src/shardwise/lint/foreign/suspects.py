@@ -24,25 +24,12 @@ _CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in _ALL.it
 _OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
 _METHOD = re.compile(r"(?i)(?<![a-z])(dpo|grpo|ppo|orpo|kto|reward)")  # of another run than this one
 _WRITE = {"batch.micro": "train.micro_batch, train.global_batch", "batch.accumulation": "train.global_batch"}
-_KINDS = {"int": int, "bool": bool, "float": float}  # of keys that hold what such a setting says until then
 _STEPS = re.compile("steps?$|iter", re.IGNORECASE)
-_INSTEAD = {
-    "data.eval_fraction": ("data.eval",),
-    "train.epochs": ("train.steps",),
-    "batch.micro": ("batch.total",),
-}
-
 _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "trl", "swift")
 _SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
 _CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
-_READS = re.compile(  # rows, by a script's own code
-    r"(^|\.)(open|(read|load)_(json|jsonl|csv|parquet)|\w*Dataset)$"
-)
-_ROWS = re.compile(  # a file of rows to train on
-    r"(?i)^(?!.*(conf|param|setting|prompt|template|token|vocab|label|stat|eval|test|valid|\bdev|\bds_))"
-    r".*\.(jsonl?|csv|tsv|parquet)$"
-)
+_READS, _ROWS = re.compile(TABLE["rows_are_read"]), re.compile(TABLE["files_of_rows"])
 _HELD_OUT = "data.eval_fraction"
 _OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
@@ -64,7 +51,7 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
     settings = [one for one in settings if not _METHOD.search(one[1])]
     for concept, pattern in _CONCEPTS.items():
         key = concept
-        if any(one.startswith((key, *_INSTEAD.get(key, ()))) for one in known):
+        if any(one.startswith((key, *TABLE["instead_of_concepts"].get(key, ()))) for one in known):
             continue
         write = _WRITE.get(key, key)
         if any(one.startswith("to do") and write in one for one in said):
@@ -96,13 +83,14 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
 
 def _likely(key: str, given: Sequence[tuple[Document, str, int, Any]], scripts: bool) -> str:
     """What a setting says, as JSON, if it is a likely value of the key; empty if a script may say another."""
-    kind, least, most = TABLE["likely"].get(key, ("", 0, 0))
-    plain = key in TABLE["likely_in_scripts"]
-    if not plain and (given[0][0].syntax == "python" or len({repr(value) for *_, value in given}) > 1):
+    bounds, value = TABLE["likely"].get(key, ()), given[0][3]
+    here = key in TABLE["likely_in_scripts"]  # a script's constant decides it, too
+    if not here and (given[0][0].syntax == "python" or len({repr(value) for *_, value in given}) > 1):
         return ""
-    value = given[0][3] if kind == "bool" else plain_number(given[0][3])
-    fits = kind and type(value) in (_KINDS[kind], *[int] * (kind == "float")) and least <= value <= most
-    return json.dumps(value) if fits and not (scripts and key in _OF_DATA) else ""
+    number = value if value is True else plain_number(value)
+    kinds = {*map(type, bounds), int} if float in map(type, bounds) else {*map(type, bounds)}
+    fits = type(number) in kinds and bounds[0] <= number <= bounds[1]
+    return json.dumps(number) if fits and not (scripts and key in _OF_DATA) else ""
 
 
 def decides(script: Path) -> bool:
