@@ -58,8 +58,7 @@ class Inputs:
     data: Sequence[Mapping[str, Any]] = ()  # files of settings, which may fill classes of the script's own
 
     def __post_init__(self) -> None:
-        held = [part for one in self.data for part in sections((), one)]
-        self._sections = [(".".join(path), one) for path, one in held]
+        self._sections = [(".".join(path), one) for held in self.data for path, one in sections((), held)]
         self._last = {name.rpartition(".")[2]: name for name in self.flags}  # tyro's `--optim.lr`
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
@@ -98,7 +97,7 @@ class Inputs:
         parts = text.removeprefix("self.").split(".")
         paths = [".".join(parts[start:-1]) for start in range(len(parts) - 1)]
         found = {path: one[parts[-1]] for path, one in self._sections if path in paths and parts[-1] in one}
-        same = len({repr(one) for one in found.values()}) == 1
+        same = len({*map(repr, found.values())}) == 1
         return [self._part(f"{path}.{parts[-1]}", one) for path, one in found.items()][: int(same)]
 
     def _part(self, path: str, value: Any) -> ast.expr:
@@ -222,9 +221,9 @@ class Presets:
     def _of_class(self, node: ast.ClassDef, meant: Callable[[ast.AST], ast.AST]) -> None:
         for name, value in fields(node):
             self._note(name, value, 0, [name])
-        for one in (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"):
-            for name, value in presets(one).items():
-                self._note(name, value, 0)
+        inner = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        for name, value in (row for one in inner for row in presets(one).items()):
+            self._note(name, value, 0)
         for name, held in self._inputs.filled(node, meant).items():
             for value in (one for one in held if not isinstance(one, ast.Dict)):  # no section: `torch.optim`
                 self._note(name, ast.copy_location(value, node), 2)

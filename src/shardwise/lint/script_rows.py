@@ -20,9 +20,9 @@ _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
-_WORDS, _SEEN = (
-    {name: re.compile(words) for name, words in toml_file("foreign.toml")[table].items()}
-    for table in ("row_words", "seen")
+_SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _ = map(
+    re.compile, toml_file("foreign.toml")["row_words"].values()
 )
 _OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
 
@@ -60,10 +60,10 @@ class Rows:
         parts = self._with_called(made)
         inner = [one for part in parts for one in ast.walk(part)]
         calls = [one for one in inner if isinstance(one, ast.Call)]
-        text = _WORDS["prints"].sub("", "\n".join(map(ast.unparse, parts)))
+        text = _PRINTS.sub("", "\n".join(map(ast.unparse, parts)))
         alone = {*_FIELD.findall(text)} <= _OF_CHATS and "'role': " not in text
         chats = "apply_chat_template(" in text and (alone or kind == "filter")
-        made_here = _WORDS["template"].search(text.replace("'text': ", "") if chats else text)
+        made_here = _TEMPLATE.search(text.replace("'text': ", "") if chats else text)
         if kind == "filter" or made_here or (not chats and "apply_chat_template(" in text):
             texts = [ast.unparse(one) for one in inner if isinstance(one, ast.JoinedStr)]
             made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
@@ -82,23 +82,14 @@ class Rows:
         """Text around the fields of rows, where no call shows which function makes it."""
         flow, unparsed = self._known.flow, cache(ast.unparse)
         for one in self._nodes:
-            if (
-                not isinstance(one, ast.Constant)
-                or not _WORDS["prompt"].search(str(one.value))
-                or one in after
-            ):
+            if not isinstance(one, ast.Constant) or not _PROMPT.search(str(one.value)) or one in after:
                 continue
             statement = flow.statement(one)
             function = next((s for s in flow.scopes(one) if isinstance(s, ast.FunctionDef)), statement)
             text, around = unparsed(statement), unparsed(function)
-            joined = "\n" in str(one.value) or _WORDS["template"].search(text)
+            joined = "\n" in str(one.value) or _TEMPLATE.search(text)
             used = joined and not isinstance(statement, ast.Expr | ast.ClassDef) and self._known.runs(one)
-            if (
-                used
-                and not _WORDS["no_text"].search(text)
-                and "{%" not in text
-                and ".generate(" not in around
-            ):
+            if used and not _NO_TEXT.search(text) and "{%" not in text and ".generate(" not in around:
                 return _by("text", function, str(one.value))
         return {}
 
@@ -106,15 +97,11 @@ class Rows:
         """The model, where the script makes it with random weights and certainly loads no others."""
         parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]
         parts = [one for one in parts if self._known.runs(one) and self._known.flow.certain(one)]
-        if any(_WORDS["loaded"].match(ast.unparse(one)) for one in parts):
+        if any(_LOADED.match(ast.unparse(one)) for one in parts):
             return {}
         for one in parts:
-            made = (
-                one.value
-                if isinstance(one, ast.Assign) and _WORDS["model"].search(ast.unparse(one))
-                else None
-            )
-            while isinstance(made, ast.Call) and _WORDS["moved"].search(ast.unparse(made.func)):
+            made = one.value if isinstance(one, ast.Assign) and _MODEL.search(ast.unparse(one)) else None
+            while isinstance(made, ast.Call) and _MOVED.search(ast.unparse(made.func)):
                 made = getattr(made.func, "value", None)
             if isinstance(made, ast.Call) and self._is_built(made):
                 said: Said = {
@@ -122,9 +109,9 @@ class Rows:
                     ("own shape",): (made.lineno, UNKNOWN),
                 }
                 config = self._known.meant(made.args[0]) if made.args else made
-                own = isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained")
-                given = config.args if own and isinstance(config, ast.Call) else []
-                return said | (self._known.entries(given[0], ("model_name_or_path",)) if given else {})
+                if isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained"):
+                    said |= self._known.entries(config.args[0], ("model_name_or_path",))
+                return said
         return {}
 
     def _is_built(self, call: ast.Call) -> bool:
@@ -133,15 +120,13 @@ class Rows:
         bases = " ".join(map(ast.unparse, own.bases)) if isinstance(own, ast.ClassDef) else ""
         net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(own)
         shape = len(_SHAPE & {one.arg for one in call.keywords}) > 1  # of a class that no script shows
-        return bool(net or shape or _WORDS["built"].search(name_of(call.func)))
+        return bool(net or shape or _BUILT.search(name_of(call.func)))
 
     def labels(self, text: str, values: Mapping[str, Any], uses: Collection[str], *, loops: bool) -> Said:
         """What the words of a script show, without being an argument; `loops`: no Trainer is used."""
         text = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE)
         ignored = [*self._ignored()]
-        masks = any(
-            "pad" not in one.replace("attention_mask", "pad") or _WORDS["part"].search(one) for one in ignored
-        )
+        masks = any("pad" not in one.replace("attention_mask", "pad") or _PART.search(one) for one in ignored)
         by_loss = "SFTTrainer" in text and values.get("completion_only_loss") is None
         counts = {"completion()": by_loss, "masked()": masks, "eval_dataset": loops}
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
@@ -160,7 +145,7 @@ class Rows:
         for one in (one for one in self._nodes if isinstance(one, plain)):
             text = ast.unparse(one)
             defines = re.fullmatch(r"[\w: ]+ = (-100|[\w.]+)", text) or "ignore_index=" in text
-            if _WORDS["ignored"].search(text) and not defines and self._known.runs(one):
+            if _IGNORED.search(text) and not defines and self._known.runs(one):
                 yield text
 
 

@@ -61,7 +61,7 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         if key == _OWN_LOSS:  # and what a script computes of losses to show them
             given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
-        by_name = [one for one in given if _says(pattern, one[1])]  # which says more than a value
+        by_name = [one for one in given if pattern.search(one[1]) or pattern.search(_last(one[1]))]
         given = by_name or given
         switched = any(value is True or (value is ... and one.syntax != "python") for one, *_, value in given)
         off = any(value is False for *_, value in named)  # `use_lora=False`
@@ -109,12 +109,7 @@ def _is_of(key: str, name: str, value: Any) -> bool:
     if key == "data.train" and _READS.search(name) and isinstance(value, str):
         return bool(_ROWS.search(value))
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
-    return bool(_says(_CONCEPTS[key], name) or in_value)
-
-
-def _says(pattern: re.Pattern[str], name: str) -> bool:
-    """Whether a key, or its last part, is of a concept."""
-    return bool(pattern.search(name) or pattern.search(_last(name)))
+    return bool(_CONCEPTS[key].search(name) or _CONCEPTS[key].search(_last(name)) or in_value)
 
 
 def _last(name: str) -> str:
