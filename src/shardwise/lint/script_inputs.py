@@ -85,7 +85,8 @@ class Inputs:
         """What files say of the fields of a class, in sections that have no other keys."""
         known = field_names(made, meant) if self._sections else set[str]()
         held = [one for one in self._sections if len(one[1]) > 1 and one[1].keys() <= known]
-        mine = [one for one in held if (stem := _stem(one[0])) and stem in made.name.lower()]
+        words = [re.sub(r".*\.|_|config|conf|arg(ument)?s|settings", "", one[0].lower()) for one in held]
+        mine = [one for one, word in zip(held, words, strict=True) if word and word in made.name.lower()]
         found = defaultdict[str, list[ast.expr]](list)
         for path, section in mine or held:
             for name, value in section.items():
@@ -258,11 +259,6 @@ def sections(path: Key, values: Mapping[str, Any]) -> Iterator[tuple[Key, Mappin
     for name, one in values.items():
         if isinstance(one, Mapping):
             yield from sections((*path, str(name)), one)
-
-
-def _stem(path: str) -> str:
-    """What a section's name says: `sft` of `sft_config`."""
-    return re.sub(r"_|config|conf|args|arguments|settings", "", path.rpartition(".")[2].lower())
 
 
 def _expression(value: Any) -> ast.expr:

@@ -22,21 +22,10 @@ _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "int": int,
-    "math.ceil": math.ceil,
-    "round": round,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "max": max,
-    "min": min,
-    "len": len,
-    "list": list,
-    "tuple": list,
-    "os.path.join": lambda *parts: "/".join(parts),
-    "Path": str,
-}
+_PLAIN = (int, round, float, str, bool, max, min, len, list)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _PLAIN}
+_FUNCTIONS |= {"math.ceil": math.ceil, "tuple": list, "Path": str}
+_FUNCTIONS["os.path.join"] = lambda *parts: "/".join(parts)
 
 
 def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
@@ -46,7 +35,8 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             values = [value_of(one) for one in items]
             return UNKNOWN if UNKNOWN in values else values
         case ast.IfExp(test=test, body=then, orelse=other):
-            return _chosen(value_of(test), then, other, value_of)
+            known = value_of(test)
+            return UNKNOWN if known == UNKNOWN else value_of(then if known else other)
         case ast.BoolOp(op=op, values=parts):
             return _first(isinstance(op, ast.Or), [value_of(one) for one in parts])
         case ast.UnaryOp(op=ast.Not(), operand=inner):
@@ -70,14 +60,6 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
         case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:
             return _applied(_FUNCTIONS[name], [value_of(one) for one in args])
     return UNKNOWN
-
-
-def _chosen(test: Any, then: ast.expr, other: ast.expr, value_of: Callable[[ast.AST], Any]) -> Any:
-    """The value of a condition; of `args.eval_steps if rows else None` the number."""
-    if test == UNKNOWN:
-        value = value_of(then)
-        return value if type(value) in (int, float) and value_of(other) is None else UNKNOWN
-    return value_of(then if test else other)
 
 
 def _first(either: bool, values: list[Any]) -> Any:

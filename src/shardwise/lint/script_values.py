@@ -200,6 +200,8 @@ class Values(Bound):
                 return self._item(holder, key, other)
             case ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(str(name)), *other]):
                 return self._attribute(holder, name) or other
+            case ast.IfExp(test=test, body=one, orelse=ast.Constant(None)) if self.value(test) == UNKNOWN:
+                return [one] * (type(self.value(one)) in (int, float))  # which None does not set
             case ast.BoolOp(op=ast.Or(), values=[one, ast.Dict(keys=[])]):
                 return [one]  # `yaml.safe_load(file) or {}`
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -131,25 +132,23 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
         reached += [idle.pop(name) for name in used & idle.keys()]
     if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
-    text = _without(script.text, [*idle.values()])
+    text = reduce(_without, idle.values(), script.text)
     for held in (one for one in reached if isinstance(one, ast.ClassDef)):
         for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
-            rest = re.sub(r"#.*", "", f"{_without(text, [one])}\n{others}")
+            rest = re.sub(r"#.*", "", f"{_without(text, one)}\n{others}")
             own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
             made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
             if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
-                text = _without(text, [one])
+                text = _without(text, one)
     if text == script.text:
         return script
     return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
 
 
-def _without(text: str, parts: Sequence[ast.FunctionDef]) -> str:
-    """A script's text with empty lines in place of some of its functions."""
-    firsts = [min([one.lineno, *(mark.lineno for mark in one.decorator_list)]) for one in parts]
-    ends = [(one.end_lineno or 0) + 1 for one in parts]
-    gone = {at for first, end in zip(firsts, ends, strict=True) for at in range(first, end)}
-    return "\n".join("" if at in gone else row for at, row in enumerate(text.split("\n"), 1))
+def _without(text: str, part: ast.FunctionDef) -> str:
+    """A script's text with empty lines in place of a function."""
+    first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
+    return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
 
 
 def _refuse(document: Document, texts: str) -> None:

@@ -140,10 +140,8 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
         known = ", ".join(f"{name} {count}" for name, count in parts.items())
         what, asks = f"of a step's rows the files say {known}", f"; write {BATCH}"
         asked = [at for at, one in enumerate(said) if one.startswith("to do") and one.endswith(asks)]
-        if asked:
-            said[asked[0]] = f"{said[asked[0]].removesuffix(asks)}; {what}{asks}"
-        else:
-            said.append(f"to do: {what}, and another factor could not be read{asks}")
+        start = f"{said.pop(asked[0]).removesuffix(asks)}; " if asked else "to do: "
+        said.append(f"{start}{what}{'' if asked else ', and another factor could not be read'}{asks}")
         more = [f"train.global_batch={rows}"] * (Train().global_batch % micro > 0)  # a default loses
         return [f"train.micro_batch={micro}", *more] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:
