@@ -19,8 +19,9 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
-_MODULE = re.compile(r"(?m)^(?!\s*#).*?\s(?:--module|-m)\s+([A-Za-z_]\w*(?:\.\w+)*)")
-_LAUNCHERS = ("torch", "accelerate", "axolotl", "llamafactory", "swift", "pip", "vllm")  # started by `-m`
+_MODULE = re.compile(  # that a command starts, and that is no launcher
+    r"(?m)^(?!\s*#).*?\s(?:--module|-m)\s+(?!torch|accelerate|axolotl|llamafactory|swift|pip\b)([A-Za-z_][\w.]*)"
+)
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
@@ -184,7 +185,7 @@ def referred(document: Document) -> list[str]:
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
         started = document.get("module") is True or document.get("m") is True
         modules = _MODULE.findall(document.text) if started else []
-        named += [f"{one.replace('.', '/')}.py" for one in modules if one.partition(".")[0] not in _LAUNCHERS]
+        named += [f"{one.replace('.', '/')}.py" for one in modules]
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
             both.add("config")

@@ -30,7 +30,6 @@ _UNREAD = re.compile(
 )
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
-_ONCE = re.compile(r"for\s+(\w+)\s+in\s+([\w./+:-]+)")
 _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
 _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
@@ -120,7 +119,7 @@ class Variables:
             self._known |= dict.fromkeys(_within(text))
         else:
             self._known |= dict.fromkeys(_touched(text))
-            if only := _ONCE.fullmatch(text):  # a loop over one word
+            if only := re.fullmatch(r"for\s+(\w+)\s+in\s+([\w./+:-]+)", text):  # a loop over one word
                 self._known[only[1]] = only[2]
 
     def _set(self, name: str, value: Value, sure: bool) -> None:

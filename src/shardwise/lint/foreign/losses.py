@@ -12,8 +12,6 @@ from shardwise.lint.script_run import own_parts
 
 _WORDS = {name: re.compile(TABLE["words"][name]) for name in ("model_loss", "more_loss")}
 
-_COLLATOR = "DataCollatorForCompletionOnlyLM()"
-
 
 def own_losses(script: Document, texts: str) -> Iterator[str]:
     """What is said of trainers of no library, and of losses of the script's own. `texts`: of all scripts."""
@@ -37,12 +35,11 @@ def answers_in_text(documents: Sequence[Document]) -> Iterator[str]:
     """What is said of a collator that finds the answers in rows of text, which a job counts in full."""
     marks = {place[0].partition(" ")[0] for one in documents for place in one.marks}  # `text by a function`
     for one in documents if marks & {"dataset_text_field", "formatting_func"} and "text" not in marks else ():
-        if one.has(_COLLATOR) and "apply_chat_template(" not in one.text:
+        if one.has(name := "DataCollatorForCompletionOnlyLM()") and "apply_chat_template(" not in one.text:
             what = (
                 "it finds the answers in a text, and a job counts all of a text; prepare the rows as messages"
             )
-            place = f"{one.name}:{one.line((_COLLATOR,))}: {_COLLATOR}"
-            yield f"to do: {place}: {what}, or as prompts and completions"
+            yield f"to do: {one.name}:{one.line((name,))}: {name}: {what}, or as prompts and completions"
 
 
 def _terms(scope: ast.FunctionDef | ast.Module) -> Iterator[int]:
