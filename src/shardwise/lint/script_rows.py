@@ -132,6 +132,7 @@ class Rows:
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
         lines.pop("pieces()" if "packed()" in lines else "", 0)
+        lines.pop("system prompt" if any(one.startswith("text by") for one in values) else "", 0)
         padded = bool((values.get("tokenizer") or {}).get("padding"))
         if (labels := lines.pop("labels()", 0)) and not {"masked()", "loss_mask()"} & lines.keys():
             again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them

@@ -495,6 +495,26 @@ CASES |= {
         ("src/train.py is not there",),
     ),
 }
+SYSTEM = ("write data.system, this text, where the rows have none",)
+CASES |= {
+    f"a system prompt: {name}": ({"train.py": PLAIN.replace("PACKS", lines)}, {}, said, never)
+    for name, lines, said, never in [
+        (
+            "in a method",
+            "class Rows:\n    def tokens(self, row):\n        sys_prompt = 'You are helpful.'\n        return self.ids('system', sys_prompt) + self.ids('user', row['q'])",
+            SYSTEM,
+            (),
+        ),
+        (
+            "a constant",
+            "SYSTEM_PROMPT = 'You are a doctor.'\ndef ids(row):\n    return join(SYSTEM_PROMPT, row)",
+            SYSTEM,
+            (),
+        ),
+        ("in brackets", "system_message = (\n    'You are a judge.'\n)", SYSTEM, ()),
+        ("of the rows", "system_prompt = row['system']", (), SYSTEM),
+    ]
+}
 CUT = """\
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 class Rows:
