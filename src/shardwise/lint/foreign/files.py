@@ -65,7 +65,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            filled = _FILLS.search(one.text) or _WORDS["updates"].search(one.text)
+            filled = any(_WORDS[way].search(one.text) for way in ("fills", "updates"))
             settings = [part for part in plain if part.kind == "training" and filled]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
