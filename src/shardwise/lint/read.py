@@ -11,7 +11,7 @@ from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError, line_at, place_in_cells
-from shardwise.lint.schema import closest, deepspeed_schema, names
+from shardwise.lint.schema import closest, deepspeed_schema, names, toml_file
 from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
@@ -19,17 +19,14 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
+_MODULE = re.compile(toml_file("names.toml")["patterns"]["module"])  # of no launcher
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
 _SHELL_WORDS = (
     "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
 )
-_MAGIC = re.compile(
-    rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
-    r"(?:.*\\\n)*.*",
-    re.MULTILINE,
-)
+_MAGIC = re.compile(toml_file("names.toml")["patterns"]["magic"])
 _PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -173,10 +170,16 @@ def referred(document: Document) -> list[str]:
         "accelerate": [("deepspeed_config", "deepspeed_config_file")],
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
+    tables["training"] += [
+        key for key in document.marks if key[1:] and key[-1] == "deepspeed"
+    ]  # in a section
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell":
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
+        started = document.get("module") is True or document.get("m") is True
+        modules = _MODULE.findall(document.text) if started else []
+        named += [f"{one.replace('.', '/')}.py" for one in modules]
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
             both.add("config")

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
-from shardwise.lint.schema import accelerate_keys, as_number, names
+from shardwise.lint.schema import accelerate_keys, as_number, names, toml_file
 from shardwise.lint.shell_commands import uncommented
 from shardwise.lint.shell_values import Variables, steps
 
@@ -27,12 +27,7 @@ _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
 # what starts a training without a launcher, for `shardwise init --from`
-_PLAIN = re.compile(
-    rf"{_BEFORE}(?:[\w.~-]*/)*"
-    r"(python3?(?![ \t]+-c)(?=(?:[ \t]|\\\n)(?:[^\n]|(?<=\\)\n){0,2000}?(?:\.py|-m[ \t]))|"
-    r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]|\\\n))",
-    re.MULTILINE,
-)
+_PLAIN = re.compile(toml_file("names.toml")["patterns"]["python"])
 _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  # the name of a script
 _TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
 _SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module behind `swift sft`
