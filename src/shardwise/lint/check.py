@@ -34,7 +34,7 @@ _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _DONE = "do what it says, and delete this comment"
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
-KINDS |= {"training": "training script or its arguments", "job": "job file"}
+KINDS |= {"training": "training script or its arguments", "job": "job file", "pins": "versions of packages"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name, other=other), marked=True)
     if name.endswith(".ipynb"):
         return _notebook(text, name)
+    if other is None and _is_of_pins(text, name):
+        return Document(name=name, text=text, syntax="text", values={}, marks={}, kind="pins")
     start = text.lstrip()
     if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
         return replace(read("{" + text + "}", name), text=text, bare=True)
@@ -105,6 +107,12 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     return replace(document, kind=kind)
 
 
+def _is_of_pins(text: str, name: str) -> bool:
+    """Whether a file names the versions of packages."""
+    named = any(map(Path(name).match, names("requirements")))
+    return named and (not name.endswith(".py") or re.search("setuptools|distutils", text) is not None)
+
+
 def _script(text: str, name: str) -> Document:
     """A Python script; also one that a notebook's cells were exported to, with lines for the shell."""
     try:
@@ -119,7 +127,9 @@ def _without_magic(text: str) -> str:
     """The text with a statement that does nothing, on as many lines, for each that only IPython reads."""
 
     def nothing(found: re.Match[str]) -> str:
-        return f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}" + "\n" * found[0].count("\n")
+        said = f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}"
+        installs = "  # " + found[0].replace("\n", " ") if " install " in found[0] else ""  # for its versions
+        return said + installs + "\n" * found[0].count("\n")
 
     return _MAGIC.sub(nothing, text)
 
@@ -136,7 +146,9 @@ def _notebook(text: str, name: str) -> Document:
         starts.append(0 if cell is None else 1 + sum(part.count("\n") + 1 for part in parts))
         if cell is not None:
             text = _PYTHON_BELOW.sub("", cell, count=1)
-            text = "\n" * text.count("\n") if text.startswith("%%") else text
+            if text.startswith("%%"):
+                rows = text.split("\n")
+                text = "\n".join(f"# {row}" if " install " in row else "" for row in rows)
             parts.append(text if parses(text) else _without_magic(text))
     try:
         return replace(read_python("\n".join(parts), name), cells=tuple(starts))

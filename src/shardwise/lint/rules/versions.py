@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from os.path import relpath
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -21,34 +22,51 @@ from shardwise.lint.setup import Setup
 
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
-_NOW = {"transformers": "5.23", "trl": "1.16"}
+_NOW = {"transformers": "5.23", "trl": "1.16", "peft": "0.21"}
 _N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
 _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
-_PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`
-    rf"(?<![\w.-])(transformers|trl)(?:\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*{_BOUND})+)"
+_PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
+    rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
+_MAJOR = re.compile(
+    r"(?m)^\W*(transformers|trl|peft)\s*=(?!=)[^\n\d>*=]*=?(\d{1,6})\b.*"
+)  # Poetry's, conda's
 _REMOVED: dict[str, str] = table("removed_imports")
+_GONE = names("gone_from_transformers")
 _ASKS = re.compile(  # which version is installed
     r"signature\(|getfullargspec\(|hasattr\(\w*(Trainer|Config|Arguments|trl|transformers)\b|"
     r"dataclass_fields|\bfields\(|__version__|version\(|is_\w+_(available|version)\("
 )
 
 
-def _older(document: Document, setup: Setup) -> bool:
-    """Whether an earlier version of transformers or TRL is installed here, or a file asks for one."""
+def _older(document: Document, setup: Setup, package: str = "transformers") -> str:
+    """What asks for an earlier version of a package or of its time, in words; empty if nothing does."""
     try:
         installed = version("transformers")
     except PackageNotFoundError:
         installed = ""
-    files = [Path(document.name).absolute().parent / name for name in names("requirements")]
-    texts = [document.text, *(one.text for one in setup.documents if one.syntax == "shell")]
-    for one in filter(is_file, files):
-        with suppress(OSError):
-            texts.append(read_bounded(one, 100_000).decode(errors="replace"))
-    pins = ((package, re.findall(_BOUND, pin)) for package, pin in _PINS.findall(" ".join(texts)))
-    bounds = ((package, re.sub("[\"']", "", one)) for package, found in pins for one in found)
-    earlier = (_NOW[package] not in SpecifierSet(bound) for package, bound in bounds if bound[0] not in ">!")
-    return installed.startswith(("3.", "4.")) or any(earlier)
+    mine = (one for one in setup.documents if one.syntax in ("shell", "text"))
+    texts, found = {one.name: one.text for one in (document, *mine)}, dict[str, str]()
+    if installed.startswith(("3.", "4.")):
+        found["transformers"] = f"transformers {installed} is installed here"
+    for folder in [*Path(document.name).absolute().parents][:4]:
+        for path in (one for name in names("requirements") for one in folder.glob(name) if is_file(one)):
+            with suppress(OSError):
+                texts.setdefault(relpath(path), read_bounded(path, 100_000).decode(errors="replace"))
+        if (folder / ".git").exists():
+            break
+    for name, text in texts.items():
+        listed = text if name == document.name else _MAJOR.sub(_below_the_next, text)
+        for one, pin in _PINS.findall(listed):
+            bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
+            if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
+                found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
+    return found.get(package) or found.get("transformers") or found.get("trl", "")
+
+
+def _below_the_next(found: re.Match[str]) -> str:
+    """`transformers<5` for `transformers = "^4.44"` and `- transformers=4.44`."""
+    return f"{found[1]}<{int(found[2]) + 1}"
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -68,7 +86,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
-    lines, older = first_imports(document), _older(document, setup)
+    lines = first_imports(document)
     unsloth, trl = lines.get("unsloth"), lines.get("trl")
     moves = unsloth and (trl is None or unsloth < trl)  # Unsloth's own classes of TRL take them
     maybe = re.search(r"(?m)^\s*(from|import) unsloth\b", setup.scripts)
@@ -77,6 +95,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         if of_trl and moves:
             continue
         package = "TRL 1.16" if of_trl else "transformers 5.23"
+        older = _older(document, setup, "trl" if of_trl else "transformers")
         every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
         ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
@@ -87,7 +106,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-                what += f" from {package} on" * older
+                what += f" from {package} on; {older}" if older else ""
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
                 renamed = [old for old in found if now[old].isidentifier()]
                 written = {one.arg: one.lineno for one in call.keywords}
@@ -109,24 +128,35 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
     trl = table("removed_arguments")["SFTConfig"] if re.search(r"TrlParser\(.*SFTConfig", text) else ""
+    older = _older(document, setup) if keys else ""
     for word in (*names("removed_from_TrainingArguments"), *trl.split()):
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
             what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
+            what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
+            yield Hit(
+                (old,), what, f"{shown} -> {new or 'nothing: remove it'}; or an earlier version", changes
+            )
 
 
 @training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
-def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
     for node in ast.walk(tree_of(document)):
         if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
             continue
         package = str(node.module).partition(".")[0]
+        fork = rf"sys\.path\.\w+\([^\n]*\b{re.escape(package)}\b"
+        if re.search(fork, document.text) or (Path(document.name).parent / package).is_dir():
+            continue  # a copy of its own
         for alias in node.names:
-            now = _REMOVED.get(f"{package}.{alias.name}")
-            if now and not _asks_first(document, node.lineno, alias.name):
-                what = f"{package} has no `{alias.name}` any more: ImportError"
-                yield Hit((), what, now, line=node.lineno)
+            now = _REMOVED.get(f"{package}.{alias.name}", "nothing: remove it")
+            gone = f"{package}.{alias.name}" in _REMOVED
+            gone |= package == "transformers" and any(re.fullmatch(one, alias.name) for one in _GONE)
+            if gone and not _asks_first(document, node.lineno, alias.name):
+                older = _older(document, setup, package)
+                what = f"{package} has no `{alias.name}`, which earlier versions had: ImportError"
+                what += f" from {package} {_NOW[package]} on; {older}" if older else ""
+                yield Hit((), what, f"{alias.name} -> {now}", line=node.lineno)
