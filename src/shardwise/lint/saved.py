@@ -7,7 +7,9 @@ from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
-_NEGATES = re.compile(r"(is|==) None$|^not |!= 3$|< 3$")
+_NEGATES = re.compile(
+    r"(is|==) None$|^not |!= 3$|< 3$|(==|<=) [012]$|\bin [\[({][012, ]*[\])}]$|not in [\[({]3,?[\])}]$"
+)
 
 
 def state_of(node: ast.AST, known: Values, deep: int = 3) -> str:

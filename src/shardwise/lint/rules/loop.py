@@ -199,9 +199,9 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
-    found, elsewhere = dict[int, tuple[str, str]](), set[str]()
+    found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
     for where, body, others in branches(document):
-        elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
+        others_call |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
@@ -210,17 +210,25 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             held = any(owner and owner in (to, model) and said in below for _, to, model, below in parts)
             certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
             given = {one.arg for one in call.keywords}  # a gathered `state_dict=` is written, and no more
+            if last in names("wait_in_shards") and any(
+                elsewhere(*one, known) for one in known.flow.taken(call)
+            ):
+                continue  # at another stage than 3, where it waits for nobody
             if (held or (waits and certain)) and not given & {"group", "state_dict"}:
                 found[call.lineno] = said, where
-    for line, (said, where) in found.items():
-        if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
-            what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            fix, source = "call it in all processes, outside the condition", ""
-            if said.endswith(".state_dict"):  # of fully_shard it does not wait
-                what += ", or with fully_shard one process's shard is saved"
-                fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
-                source = "torch/distributed/fsdp: state_dict gathers"
-            yield Hit((), what, fix, line=line, source=source)
+    # where the others call it too, they meet
+    alone = {line: one for line, one in found.items() if one[0].rpartition(".")[2] not in others_call}
+    for where in dict.fromkeys(place for _, place in alone.values()):
+        (line, said), *rest = [(line, said) for line, (said, place) in alone.items() if place == where]
+        more = "".join(f", `{one}` (line {document.at(at)})" for at, one in rest)
+        what = f"`{said}`{more} wait{'s' * (not rest)} for all processes, and {where} lets one call it: "
+        what += "the run hangs"
+        fix, source = "call it in all processes, outside the condition", ""
+        if said.endswith(".state_dict"):  # of fully_shard it does not wait
+            what += ", or with fully_shard one process's shard is saved"
+            fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
+            source = "torch/distributed/fsdp: state_dict gathers"
+        yield Hit((), what, fix, line=line, source=source)
 
 
 @loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)

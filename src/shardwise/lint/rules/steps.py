@@ -17,6 +17,8 @@ from shardwise.lint.setup import Setup
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
+_LOGS = re.compile(r"\+= .*\b(detach|item)\(\)")  # of a sum that is shown, and has no gradients
+_OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
@@ -34,7 +36,8 @@ class _Loop(NamedTuple):
     runs: list[_Run]
     text: str  # of the loop, without what it logs of the loss later
     backward: ast.Call
-    every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
+    every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`, and of `for micro in range(8)`
+    micro: set[ast.AST]  # what stands in the latter: a loop without the step
 
 
 def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
@@ -69,12 +72,34 @@ def _loops(document: Document) -> Iterator[_Loop]:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
             every = next((mod for test in waits for mod in _moduli(test)), None)
+            inner = _micro(loop, backward, [run.call for run in steps])
+            if inner and not every:
+                every = _count(inner, known)
             before_it, _, later = ast.unparse(loop).partition(".backward(")
-            text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
-            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
+            before_it = ast.unparse(inner).partition(".backward(")[0] if inner else before_it
+            rows = [*before_it.splitlines(), *re.findall(r".*(?:grad|scale|backward\().*", later)]
+            text = "\n".join(row for row in rows if not _LOGS.search(row))
+            micro = {*ast.walk(inner)} if inner else set[ast.AST]()
+            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every, micro)))
     for inside, one in found:
         if not any(other < inside for other, _ in found):
             yield one
+
+
+def _micro(loop: ast.For | ast.While, backward: ast.AST, steps: Sequence[ast.AST]) -> ast.For | None:
+    """The loop of the micro-batches of one step: in `loop`, with `backward`, and without the step."""
+    inside = (
+        (one, {*ast.walk(one)}) for one in ast.walk(loop) if isinstance(one, ast.For) and one is not loop
+    )
+    return next((one for one, held in inside if backward in held and not held & {*steps}), None)
+
+
+def _count(micro: ast.For, known: Values) -> ast.expr | None:
+    """`8` of `range(8)`; None for 1, and where the loop goes over something else than micro-batches."""
+    match micro.iter:
+        case ast.Call(func=ast.Name(id="range"), args=[count] | [ast.Constant(value=0), count]):
+            return count if _OF_MICRO.search(ast.unparse(micro)) and known.value(count) != 1 else None
+    return None
 
 
 def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
@@ -100,6 +125,9 @@ def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
             one for one in (*steps, *loads) if not re.search(_MAKES.format(re.escape(one)), document.text)
         )
         open_ = [f"{one}()" for one in (*said, *loaders) if one in kept]
+        over = ast.unparse(loop.iter) if isinstance(loop, ast.For) else "range("
+        if _OF_MICRO.match(ast.unparse(loop)) and "range(" not in over and "step" not in said:
+            open_.append(f"the number of micro-batches in {over}")
         open_ += [f"{made[one]}()" if one in made else one for one in unknown]
         if open_:
             yield loop.lineno, [*dict.fromkeys(open_)]
@@ -139,14 +167,18 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
             last = next((one for one in reversed(since) if one in clears or one in computed), run)
             always = {*computed[-1].tests} if computed else {*run.tests}
             often = [one for one in clears if {*one.tests} <= always]
+            often = [one for one in often if one.call in loop.micro] if loop.micro else often
             if computed and last in clears and {*last.tests} <= {*run.tests}:
                 what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: "
                 what += "the step "
                 yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
-            elif often and loop.every is not None and {*run.tests} - always:
+            elif often and loop.every is not None and (loop.micro or {*run.tests} - always):
                 count = ast.unparse(loop.every).removeprefix("self.")
                 what = f"it clears the gradients at every micro-batch: the step uses the last of {count}"
-                yield Hit((), what, "zero_grad after the step, in its branch", line=often[0].call.lineno)
+                fix = (
+                    "zero_grad before the loop of micro-batches" if loop.micro else "zero_grad after the step"
+                )
+                yield Hit((), what, f"{fix}{', in its branch' * (not loop.micro)}", line=often[0].call.lineno)
 
 
 def _clears(call: ast.Call, optimizer: str) -> bool:
@@ -163,6 +195,7 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
         for run in loop.runs:
             name = stepped(run.call)
             often = not any([*_moduli(test)] for test in run.tests)
+            often = run.call in loop.micro if loop.micro else often
             made = given.get(name) if "sched" in name.lower() else None
             open_ = often and any(isinstance(test, ast.Name | ast.Attribute) for test in run.tests)
             if not isinstance(made, ast.Call) or loop.every is None or open_:
