@@ -9,7 +9,7 @@ from shardwise.job.source import Key, nearest
 
 Span = tuple[int, int]  # offsets in the text: the first character, and the one after the last
 
-Kind = Literal["deepspeed", "accelerate", "training", "job", "pins"]
+Kind = Literal["deepspeed", "accelerate", "training", "job", "pins", "rows"]
 Syntax = Literal["json", "yaml", "python", "shell", "text"]
 
 LONGEST_NUMBER = 100  # digits: the product of three such numbers is still a float

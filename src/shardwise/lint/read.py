@@ -11,7 +11,7 @@ from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError, line_at, place_in_cells
-from shardwise.lint.schema import closest, deepspeed_schema, names
+from shardwise.lint.schema import closest, deepspeed_schema, names, pattern
 from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
@@ -22,14 +22,7 @@ _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?"
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
-_SHELL_WORDS = (
-    "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
-)
-_MAGIC = re.compile(
-    rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
-    r"(?:.*\\\n)*.*",
-    re.MULTILINE,
-)
+_MAGIC = pattern("of_ipython")
 _PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -77,8 +70,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name, other=other), marked=True)
     if name.endswith(".ipynb"):
         return _notebook(text, name)
-    if other is None and _is_of_pins(text, name):
-        return Document(name=name, text=text, syntax="text", values={}, marks={}, kind="pins")
+    if other is None and (kind := _unjudged(text, name)):
+        return Document(name=name, text=text, syntax="text", values={}, marks={}, kind=kind)
     start = text.lstrip()
     if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
         return replace(read("{" + text + "}", name), text=text, bare=True)
@@ -107,10 +100,10 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     return replace(document, kind=kind)
 
 
-def _is_of_pins(text: str, name: str) -> bool:
-    """Whether a file names the versions of packages."""
-    named = any(map(Path(name).match, names("requirements")))
-    return named and (not name.endswith(".py") or re.search("setuptools|distutils", text) is not None)
+def _unjudged(text: str, name: str) -> Kind | None:
+    """What a file is that has no settings, but versions of packages, or LLaMA-Factory's data sets."""
+    pins = any(map(Path(name).match, names("requirements"))) and "Trainer" not in text
+    return "rows" if Path(name).name == "dataset_info.json" else "pins" if pins else None
 
 
 def _script(text: str, name: str) -> Document:

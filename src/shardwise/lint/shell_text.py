@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
-from shardwise.lint.schema import accelerate_keys, as_number, names
+from shardwise.lint.schema import accelerate_keys, as_number, names, pattern
 from shardwise.lint.shell_commands import uncommented
 from shardwise.lint.shell_values import Variables, steps
 
@@ -41,9 +41,7 @@ _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
 _TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")
-_OTHER = re.compile(  # a script that another one starts
-    r"(?m)^(?!\s*(?:#|echo|chmod|cp|mv|rm|cat|wget|curl|source|\.\s))[^\n#]*?([\w./${}-]+\.(?:sh|slurm|sbatch))\b"
-)
+_OTHER = pattern("started_scripts")
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")

@@ -199,6 +199,11 @@ def test_imports_of_names_that_are_gone(tmp_path: Path, line: str, found: bool) 
 
 
 def test_a_copy_of_a_library_next_to_the_script_has_what_it_imports(tmp_path: Path) -> None:
-    (tmp_path / "peft").mkdir()
-    (tmp_path / "train.py").write_text("from peft import prepare_model_for_int8_training\n")
-    assert not removed_in(tmp_path / "train.py", rule="import-was-removed")
+    for place in ("one/peft", "two/src/peft"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "__init__.py").touch()
+    for script in ("one/train.py", "two/scripts/train.py", "three/train.py"):
+        (tmp_path / script).parent.mkdir(exist_ok=True)
+        (tmp_path / script).write_text("from peft import prepare_model_for_int8_training\n")
+        found = removed_in(tmp_path / script, rule="import-was-removed")
+        assert bool(found) is script.startswith("three")

@@ -16,7 +16,7 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of
-from shardwise.lint.schema import names, table
+from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
 
@@ -28,45 +28,34 @@ _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
 _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
     rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
-_MAJOR = re.compile(
-    r"(?m)^\W*(transformers|trl|peft)\s*=(?!=)[^\n\d>*=]*=?(\d{1,6})\b.*"
-)  # Poetry's, conda's
+_MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
-_ASKS = re.compile(  # which version is installed
-    r"signature\(|getfullargspec\(|hasattr\(\w*(Trainer|Config|Arguments|trl|transformers)\b|"
-    r"dataclass_fields|\bfields\(|__version__|version\(|is_\w+_(available|version)\("
-)
+_ASKS = pattern("asks")  # which version is installed
 
 
 def _older(document: Document, setup: Setup, package: str = "transformers") -> str:
     """What asks for an earlier version of a package or of its time, in words; empty if nothing does."""
-    try:
+    installed = ""
+    with suppress(PackageNotFoundError):
         installed = version("transformers")
-    except PackageNotFoundError:
-        installed = ""
     mine = (one for one in setup.documents if one.syntax in ("shell", "text"))
     texts, found = {one.name: one.text for one in (document, *mine)}, dict[str, str]()
     if installed.startswith(("3.", "4.")):
         found["transformers"] = f"transformers {installed} is installed here"
-    for folder in [*Path(document.name).absolute().parents][:4]:
+    for folder in Path(document.name).absolute().parents[:4]:
         for path in (one for name in names("requirements") for one in folder.glob(name) if is_file(one)):
             with suppress(OSError):
                 texts.setdefault(relpath(path), read_bounded(path, 100_000).decode(errors="replace"))
         if (folder / ".git").exists():
             break
     for name, text in texts.items():
-        listed = text if name == document.name else _MAJOR.sub(_below_the_next, text)
+        listed = text if name == document.name else _MAJOR.sub(r"\1==\2.*", text)
         for one, pin in _PINS.findall(listed):
             bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
             if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
                 found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
     return found.get(package) or found.get("transformers") or found.get("trl", "")
-
-
-def _below_the_next(found: re.Match[str]) -> str:
-    """`transformers<5` for `transformers = "^4.44"` and `- transformers=4.44`."""
-    return f"{found[1]}<{int(found[2]) + 1}"
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -87,6 +76,8 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
     lines = first_imports(document)
+    classes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    classes = [one for one in classes if "def __init__(" not in ast.unparse(one)]  # which takes what it wants
     unsloth, trl = lines.get("unsloth"), lines.get("trl")
     moves = unsloth and (trl is None or unsloth < trl)  # Unsloth's own classes of TRL take them
     maybe = re.search(r"(?m)^\s*(from|import) unsloth\b", setup.scripts)
@@ -98,8 +89,10 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         older = _older(document, setup, "trl" if of_trl else "transformers")
         every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
-        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        for call in calls(document, called):
+        bases = {called, f"trl.{called}", f"transformers.{called}"}
+        own = {one.name for one in classes if bases & {*map(ast.unparse, one.bases)}}
+        ways = (bases | own) & document.uses
+        for call in calls(document, called, *own):
             by = ast.unparse(call.func)
             given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
             found = [old for old in now if (old,) in given]
@@ -113,8 +106,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
                 sure = [one for one in found if one in written or given[one,][1] != UNKNOWN]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
                 first, fix = (sure or found)[0], f"{fix}; or an earlier version"
-                severity: Severity | None = None
-                severity = "warning" if not sure or older or (of_trl and maybe) else None
+                severity: Severity | None = "warning" if not sure or older or (of_trl and maybe) else None
                 yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
@@ -136,9 +128,8 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
             what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit(
-                (old,), what, f"{shown} -> {new or 'nothing: remove it'}; or an earlier version", changes
-            )
+            fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
+            yield Hit((old,), what, fix, changes)
 
 
 @training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
@@ -149,7 +140,9 @@ def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             continue
         package = str(node.module).partition(".")[0]
         fork = rf"sys\.path\.\w+\([^\n]*\b{re.escape(package)}\b"
-        if re.search(fork, document.text) or (Path(document.name).parent / package).is_dir():
+        above = Path(document.name).absolute().parents[:3]
+        copies = [one / part / package / "__init__.py" for one in above for part in ("", "src")]
+        if re.search(fork, document.text) or any(map(is_file, copies)):
             continue  # a copy of its own
         for alias in node.names:
             now = _REMOVED.get(f"{package}.{alias.name}", "nothing: remove it")
