@@ -49,7 +49,8 @@ class Values(Bound):
         while node not in self._open and len(self._open) < DEEPEST and self._steps < MOST_STEPS:
             self._open = self._open | {node}
             found = self._next(node)
-            if len(found) != 1 or found[0] is None:
+            alike = {ast.dump(one) if isinstance(one, ast.Constant) else one for one in found}
+            if len(alike) != 1 or found[0] is None:
                 break
             node = found[0]
         self._open = before
