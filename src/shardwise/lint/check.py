@@ -34,7 +34,8 @@ _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
 _DONE = "do what it says, and delete this comment"
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
-KINDS |= {"training": "training script or its arguments", "job": "job file"}
+KINDS |= {"training": "training script or its arguments", "job": "job file", "pins": "versions of packages"}
+KINDS["rows"] = "data sets of LLaMA-Factory, which no rule judges"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     findings = [*broken, *(one for name, one in by if one.file == name)]
     findings += [one for place, one in away.items() if place not in own]
     findings.sort(key=lambda one: (order.get(one.file, -1), SEVERITIES.index(one.severity), one.line))
-    return Checked(setup=setup, findings=tuple(_once(by_cause(findings))))
+    return Checked(setup=setup, findings=tuple(_once([*_by_file(by_cause(findings))])))
 
 
 def _causes(document: Document, setup: Setup) -> Iterator[Finding]:
@@ -144,6 +145,21 @@ def _joined(group: Sequence[Finding], *, fixed: bool) -> Finding:
     fix = "; ".join(one.fix for one in group) if fixed else group[0].fix
     changes = tuple(change for one in group for change in one.changes)
     return replace(group[0], keys=tuple(one.key for one in group), what=what, fix=fix, changes=changes)
+
+
+def _by_file(findings: Sequence[Finding]) -> Iterator[Finding]:
+    """One finding for all names of a file that newer versions lack: a line of `fix` for each place."""
+    groups = dict[object, list[Finding]]()
+    for one in findings:
+        alike = (one.file, one.rule, one.severity) if one.rule.endswith("-was-removed") else id(one)
+        groups.setdefault(alike, []).append(one)
+    for group in groups.values():
+        heads = dict.fromkeys(one.what.partition(", which")[0] for one in group)
+        places = (f"line {one.line}{f' of cell {one.cell}' * bool(one.cell)}: {one.fix}" for one in group)
+        what = "; ".join(heads) + "".join(group[0].what.partition(", which")[1:])
+        keys = tuple(key for one in group for key in (one.keys or (one.key,)))
+        joined = replace(group[0], what=what, fix="\n       ".join(places), keys=keys)
+        yield joined if len(group) > 1 else group[0]
 
 
 def _once(findings: Sequence[Finding]) -> Iterator[Finding]:

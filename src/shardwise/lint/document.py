@@ -9,8 +9,8 @@ from shardwise.job.source import Key, nearest
 
 Span = tuple[int, int]  # offsets in the text: the first character, and the one after the last
 
-Kind = Literal["deepspeed", "accelerate", "training", "job"]
-Syntax = Literal["json", "yaml", "python", "shell"]
+Kind = Literal["deepspeed", "accelerate", "training", "job", "pins", "rows"]
+Syntax = Literal["json", "yaml", "python", "shell", "text"]
 
 LONGEST_NUMBER = 100  # digits: the product of three such numbers is still a float
 

@@ -11,7 +11,7 @@ from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError, line_at, place_in_cells
-from shardwise.lint.schema import closest, deepspeed_schema, names
+from shardwise.lint.schema import closest, deepspeed_schema, names, pattern
 from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
@@ -19,17 +19,11 @@ from shardwise.lint.text import read_json, read_yaml
 LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
+_MODULE = pattern("module")  # of no launcher
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
-_SHELL_WORDS = (
-    "pip3?|conda|mamba|uv|cd|ls|ll|cat|cp|mv|rm|mkdir|rmdir|head|tail|wget|git|load_ext|matplotlib|env"
-)
-_MAGIC = re.compile(
-    rf"^([ \t]*)((?:[\w.]+ *= *)?)(?:[%!?]|(?:{_SHELL_WORDS})[ \t]+(?![-+*/|]?=)[\w./~*-]|[\w.]+\?+$)"
-    r"(?:.*\\\n)*.*",
-    re.MULTILINE,
-)
+_MAGIC = pattern("of_ipython")
 _PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -77,6 +71,8 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         return replace(read(text.removeprefix(BYTE_ORDER_MARK), name, other=other), marked=True)
     if name.endswith(".ipynb"):
         return _notebook(text, name)
+    if other is None and (kind := _unjudged(text, name)):
+        return Document(name=name, text=text, syntax="text", values={}, marks={}, kind=kind)
     start = text.lstrip()
     if re.match(r'"[^"\n]*"\s*:', start):  # copied from within a JSON: judged, and the braces are missed
         return replace(read("{" + text + "}", name), text=text, bare=True)
@@ -105,6 +101,12 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     return replace(document, kind=kind)
 
 
+def _unjudged(text: str, name: str) -> Kind | None:
+    """What a file is that has no settings, but versions of packages, or LLaMA-Factory's data sets."""
+    pins = any(map(Path(name).match, names("requirements"))) and "Trainer" not in text
+    return "rows" if Path(name).name == "dataset_info.json" else "pins" if pins else None
+
+
 def _script(text: str, name: str) -> Document:
     """A Python script; also one that a notebook's cells were exported to, with lines for the shell."""
     try:
@@ -119,7 +121,9 @@ def _without_magic(text: str) -> str:
     """The text with a statement that does nothing, on as many lines, for each that only IPython reads."""
 
     def nothing(found: re.Match[str]) -> str:
-        return f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}" + "\n" * found[0].count("\n")
+        said = f"{found[1]}{found[2]}{'None' if found[2] else 'pass'}"
+        installs = "  # " + found[0].replace("\n", " ") if " install " in found[0] else ""  # for its versions
+        return said + installs + "\n" * found[0].count("\n")
 
     return _MAGIC.sub(nothing, text)
 
@@ -136,7 +140,9 @@ def _notebook(text: str, name: str) -> Document:
         starts.append(0 if cell is None else 1 + sum(part.count("\n") + 1 for part in parts))
         if cell is not None:
             text = _PYTHON_BELOW.sub("", cell, count=1)
-            text = "\n" * text.count("\n") if text.startswith("%%") else text
+            if text.startswith("%%"):
+                rows = text.split("\n")
+                text = "\n".join(f"# {row}" if " install " in row else "" for row in rows)
             parts.append(text if parses(text) else _without_magic(text))
     try:
         return replace(read_python("\n".join(parts), name), cells=tuple(starts))
@@ -173,10 +179,16 @@ def referred(document: Document) -> list[str]:
         "accelerate": [("deepspeed_config", "deepspeed_config_file")],
         "training": [("deepspeed",), ("deepspeed_config",), ("deepspeed_config_file",), ("config",)],
     }
+    tables["training"] += [
+        key for key in document.marks if key[1:] and key[-1] == "deepspeed"
+    ]  # in a section
     values = [document.get(*key) for key in tables.get(document.kind, [])]
     named = [value for value in values if isinstance(value, str) and value.endswith((".json", ".conf"))]
     if document.syntax == "shell":
         named += [document.get("script")] * document.has("script") + (document.get(STARTS) or [])
+        started = document.get("module") is True or document.get("m") is True
+        modules = _MODULE.findall(document.text) if started else []
+        named += [f"{one.replace('.', '/')}.py" for one in modules]
         both = {"config_file", "arguments"} - document.flags  # after the script's name: not accelerate's
         if str(document.get("config")).endswith((".yaml", ".yml")):  # TrlParser's
             both.add("config")

@@ -3,11 +3,12 @@
 import ast
 import re
 
+from shardwise.lint.schema import pattern
 from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
-_NEGATES = re.compile(r"(is|==) None$|^not |!= 3$|< 3$")
+_NEGATES = pattern("no_stage_3")
 
 
 def state_of(node: ast.AST, known: Values, deep: int = 3) -> str:

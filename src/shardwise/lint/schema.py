@@ -78,6 +78,11 @@ def table(name: str) -> dict[str, Any]:
     return dict(toml_file("names.toml")[name])
 
 
+def pattern(name: str) -> re.Pattern[str]:
+    """A pattern of `names.toml`."""
+    return re.compile(table("patterns")[name])
+
+
 def by_key(name: str) -> dict[Key, Any]:
     """A table of `names.toml` whose names are keys of sections."""
     return {tuple(key.split(".")): value for key, value in table(name).items()}

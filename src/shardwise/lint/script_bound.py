@@ -12,6 +12,7 @@ from shardwise.lint.script_links import Links
 from shardwise.lint.script_names import part_of, path_of
 
 _NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
+_PARSERS = ("HfArgumentParser", "transformers.HfArgumentParser", "TrlParser", "parse_args")
 REPLACE = ("dataclasses.replace", "replace")
 
 
@@ -30,6 +31,11 @@ class Bound:
         for node in nodes:
             self._bind(node)
         idle |= self._links.imported()
+
+    def used(self, made: ast.AST) -> bool:
+        """Whether some line names a class, or none shows which classes the command fills in."""
+        shown = any(self._uses[name] for name in _PARSERS)
+        return not (shown and isinstance(made, ast.ClassDef)) or bool(self._uses[made.name])
 
     def undefined(self) -> dict[str, int]:
         """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 
 from shardwise.job.paths import read_bounded
+from shardwise.job.source import Key
 from shardwise.lint.script_sums import UNKNOWN
 
 Option = tuple[list[str], str, ast.expr | None]  # names on the command line, name in the script, default
@@ -53,8 +55,10 @@ class Inputs:
     stem: str = ""  # the script's name as a module
     others: Mapping[str, ast.Module] = field(default_factory=dict)  # named scripts, which it may import
     content: Mapping[str, Any] | None = None  # of whatever file the script loads
+    data: Sequence[Mapping[str, Any]] = ()  # files of settings, which may fill classes of the script's own
 
     def __post_init__(self) -> None:
+        self._sections = [(".".join(path), one) for held in self.data for path, one in sections((), held)]
         self._last = {name.rpartition(".")[2]: name for name in self.flags}  # tyro's `--optim.lr`
         self._nodes = dict[ast.AST, str]()  # of the flags' values, and which flag
         self._files = dict[ast.AST, ast.Dict | None]()
@@ -75,6 +79,34 @@ class Inputs:
         value = self.flags[name]
         node = ast.Name(id=value) if isinstance(value, str) and OPEN.search(value) else _expression(value)
         self._nodes[node] = name
+        return node
+
+    def filled(self, made: ast.ClassDef, meant: Callable[[ast.AST], ast.AST]) -> dict[str, list[ast.expr]]:
+        """What files say of the fields of a class, in sections that have no other keys."""
+        known = field_names(made, meant) if self._sections else set[str]()
+        held = [one for one in self._sections if len(one[1]) > 1 and one[1].keys() <= known]
+        words = [re.sub(r".*\.|_|config|conf|arg(ument)?s|settings", "", one[0].lower()) for one in held]
+        mine = [one for one, word in zip(held, words, strict=True) if word and word in made.name.lower()]
+        found = defaultdict[str, list[ast.expr]](list)
+        for path, section in mine or held:
+            for name, value in section.items():
+                found[name].append(self._part(f"{path}.{name}".lstrip("."), value))
+        return found
+
+    def at(self, text: str) -> list[ast.expr]:
+        """What files hold at a path such as `cfg.optim.lr`; of two files with other values nothing."""
+        parts = text.removeprefix("self.").split(".")
+        paths = [".".join(parts[start:-1]) for start in range(len(parts) - 1)]
+        found = {path: one[parts[-1]] for path, one in self._sections if path in paths and parts[-1] in one}
+        same = len({*map(repr, found.values())}) == 1
+        return [self._part(f"{path}.{parts[-1]}", one) for path, one in found.items()][: int(same)]
+
+    def _part(self, path: str, value: Any) -> ast.expr:
+        """A value of a file, which counts as taken where it is used."""
+        if isinstance(value, Mapping):
+            keys = [ast.Constant(str(one), lineno=0) for one in value]
+            return ast.Dict([*keys], [self._part(f"{path}.{name}", one) for name, one in value.items()])
+        self._nodes[node := _expression(value)] = path
         return node
 
     def value(self, node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
@@ -184,13 +216,18 @@ class Presets:
                         if getattr(keyword.value, "attr", "") == keyword.arg:
                             continue  # `Rows(size=args.size)` hands a flag on
                         self._note(keyword.arg or "", keyword.value, 1)
-            case ast.ClassDef(body=body):
-                for name, value in fields(node):
-                    self._note(name, value, 0, [name])
-                for one in body:
-                    if isinstance(one, ast.FunctionDef) and one.name == "__init__":
-                        for name, value in presets(one).items():
-                            self._note(name, value, 0)
+            case ast.ClassDef():
+                self._of_class(node, meant)
+
+    def _of_class(self, node: ast.ClassDef, meant: Callable[[ast.AST], ast.AST]) -> None:
+        for name, value in fields(node):
+            self._note(name, value, 0, [name])
+        inner = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+        for name, value in (row for one in inner for row in presets(one).items()):
+            self._note(name, value, 0)
+        for name, held in self._inputs.filled(node, meant).items():
+            for value in (one for one in held if not isinstance(one, ast.Dict)):  # no section: `torch.optim`
+                self._note(name, ast.copy_location(value, node), 2)
 
     def _note(
         self,
@@ -200,9 +237,9 @@ class Presets:
         flags: Sequence[str] = (),
         switched: ast.expr | None = None,
     ) -> None:
-        """Note a value; by rank a default, what a call gives, what the command gives (`switched` if so)."""
+        """Note a value; by rank a default, what a call, a file or the command gives (`switched` if so)."""
         if (given := self._inputs.flag(flags)) is not None:
-            value, rank = switched or given, 2
+            value, rank = switched or given, 3
         if value is None:
             return
         if isinstance(value, ast.Constant) and value.value is None:
@@ -214,6 +251,14 @@ class Presets:
             self._held[name] = rank, [value]
         elif rank == before and ast.unparse(value) not in map(ast.unparse, values):
             values.append(value)
+
+
+def sections(path: Key, values: Mapping[str, Any]) -> Iterator[tuple[Key, Mapping[str, Any]]]:
+    """A mapping of a file and those within it, each with its path."""
+    yield path, values
+    for name, one in values.items():
+        if isinstance(one, Mapping):
+            yield from sections((*path, str(name)), one)
 
 
 def _expression(value: Any) -> ast.expr:
@@ -266,9 +311,8 @@ def options_of(text: str) -> set[str]:
         match node:
             case ast.Call(func=called) if name_of(called).endswith("add_argument"):
                 found |= {*options(node)[0]}
-            case ast.ClassDef(body=body):
-                found |= {ast.unparse(one.target) for one in body if isinstance(one, ast.AnnAssign)}
-                found |= {name for name, _ in fields(node)}
+            case ast.ClassDef():
+                found |= field_names(node, lambda one: one)
     return found
 
 
@@ -305,6 +349,15 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
             given = [part.value for part in made if part.arg in ("default", "default_factory")]
             value = [*given, one.value][0]
             yield ast.unparse(target), value.body if isinstance(value, ast.Lambda) else value
+
+
+def field_names(node: ast.AST, meant: Callable[[ast.AST], ast.AST], deep: int = 5) -> set[str]:
+    """All fields of a class, and those of the classes that it is derived of."""
+    if not isinstance(node, ast.ClassDef) or not deep:
+        return set()
+    own = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+    own |= {name for name, _ in fields(node)}
+    return own.union(*(field_names(meant(one), meant, deep - 1) for one in node.bases))
 
 
 def presets(function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -8,55 +8,23 @@ from itertools import islice
 from typing import Any
 
 from shardwise.lint.document import line_at
+from shardwise.lint.schema import toml_file
 from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_names import Said
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
-_TOKENS = "input_ids|attention_mask|labels"
-_TEMPLATE = re.compile(  # what makes a text of fields
-    r"['\"](conversations|messages|text|prompt)['\"]: |\bf['\"]|\.format\(|['\"] [+%]|\+ ['\"]|"
-    rf"\w\['(?!{_TOKENS})\w+'\] \+|\+ \w+\['(?!{_TOKENS})\w+'\]"
-)
-_PROMPT = re.compile(  # words between the parts of a text
-    r"(?i)<\|(im_start|start_header_id|system|user|assistant|prompter)\|>|\[INST\]|"
-    r"### ?(instruction|input|response|human|assistant|question|answer)|below is an instruction|"
-    r"^\s*(user|human|assistant|question|answer|instruction|input|output|response): *"
-)
-_NO_TEXT = re.compile(r"(instruction|response)_(part|template)|chat_template|stop|eos")  # names what is in it
 _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
-_PRINTS = re.compile(r"(?im)^ *(raise |assert |[\w.]{0,60}(print|log|warn|error|info|debug)[\w.]{0,60}\().*")
-_IGNORED = re.compile(r"-100\b|\bIGNORE\b|(?i:ignore_?(index|token|id|label))")
-_PART = re.compile(r"prompt|user|assist|answer|respon|instr|role|source|len\(|\[:")  # of a conversation
-_SEEN = {  # settings that are no arguments; masked: the labels of a prompt; packed: rows without padding
-    "completion()": re.compile(r"[\"']completion[\"']\s*:|rename_columns?\([^)]*[\"']completion[\"']"),
-    "packed()": re.compile(
-        r"def group_texts|concatenated_examples|np\.memmap\(|"
-        r"(\b\w+)(?:\.extend\(| \+= )[\s\S]{0,800}?\b\1"  # and cut again and again: once is a row's own end
-        r"(?:\[(?!0:)\w+\s*:[^]\n]{0,40}(?:len|size|block|max)|"
-        r" = \1\[[\w.]*(?:len|size|block|max)\w*\s*:\s*\])"
-    ),
-    "masked()": re.compile(r"(?i)\[\s*(-100|(\w+\.)?IGNORE\w*)\s*(\]\s*\*|for \w+ in range\()\s*len\("),
-    "loss_mask()": re.compile(
-        r"\b(?!\w*mask)\w*loss\w*(?:\.\w+\([^()\n]*\))*\s*\*=?\s*(?!\w*(?:att|pad))\w*mask|"
-        r"\b(?!\w*(?:att|pad))\w*mask\w*(?:\.\w+\([^()\n]*\))*\s*\*\s*(?!\w*mask)\w*loss"
-    ),
-    "truncation_side": re.compile(r"[\w)\]]\[\s*-\s*[\w.]*(?i:max|len)\w*\s*:\s*\]"),
-    "labels()": re.compile(r"(labels|\btarget(s|_ids))\W{0,4}[=:][^=\n]*input_ids"),
-    "eval_dataset": re.compile(
-        r"(?m)^[ \t]*(val|valid|validation|eval|dev)(_?(set|data|dataset|ds|rows|loader|dataloader))? = "
-        r"\w[\w.]*\("
-    ),
-    "scheduler()": re.compile(
-        r"(?i)sched\w*(\.step\(|\s*=\s*[\w.]+\()|(group\w*|param_groups)(\[\d\])?\[[\"']lr[\"']\]\s*=(?!=)|"
-        r"for (\w+) in [\w.]+\.param_groups[\s\S]{0,200}?\b\4\[[\"']lr[\"']\]\s*=(?!=)"
-    ),
-}
-_OPEN = ("scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
+_SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
+_SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _ = map(
+    re.compile, toml_file("foreign.toml")["row_words"].values()
+)
+_OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
 
 
 class Rows:
@@ -125,6 +93,35 @@ class Rows:
                 return _by("text", function, str(one.value))
         return {}
 
+    def scratch(self) -> Said:
+        """The model, where the script makes it with random weights and certainly loads no others."""
+        parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]
+        parts = [one for one in parts if self._known.runs(one) and self._known.flow.certain(one)]
+        if any(_LOADED.match(ast.unparse(one)) for one in parts):
+            return {}
+        for one in parts:
+            made = one.value if isinstance(one, ast.Assign) and _MODEL.search(ast.unparse(one)) else None
+            while isinstance(made, ast.Call) and _MOVED.search(ast.unparse(made.func)):
+                made = getattr(made.func, "value", None)
+            if isinstance(made, ast.Call) and self._is_built(made):
+                said: Said = {
+                    ("random weights",): (made.lineno, True),
+                    ("own shape",): (made.lineno, UNKNOWN),
+                }
+                config = self._known.meant(made.args[0]) if made.args else made
+                if isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained"):
+                    said |= self._known.entries(config.args[0], ("model_name_or_path",))
+                return said
+        return {}
+
+    def _is_built(self, call: ast.Call) -> bool:
+        """Whether a call makes a model of a library's class, or of one of the script's own."""
+        own = self._known.meant(call.func)
+        bases = " ".join(map(ast.unparse, own.bases)) if isinstance(own, ast.ClassDef) else ""
+        net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(own)
+        shape = len(_SHAPE & {one.arg for one in call.keywords}) > 1  # of a class that no script shows
+        return bool(net or shape or _BUILT.search(name_of(call.func)))
+
     def labels(self, text: str, values: Mapping[str, Any], uses: Collection[str], *, loops: bool) -> Said:
         """What the words of a script show, without being an argument; `loops`: no Trainer is used."""
         text = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE)
@@ -134,6 +131,8 @@ class Rows:
         counts = {"completion()": by_loss, "masked()": masks, "eval_dataset": loops}
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
+        lines.pop("pieces()" if "packed()" in lines else "", 0)
+        lines.pop("system prompt" if any(one.startswith("text by") for one in values) else "", 0)
         padded = bool((values.get("tokenizer") or {}).get("padding"))
         if (labels := lines.pop("labels()", 0)) and not {"masked()", "loss_mask()"} & lines.keys():
             again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them

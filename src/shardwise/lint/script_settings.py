@@ -12,6 +12,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document, Mark
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
+from shardwise.lint.script_loops import of_loop
 from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
@@ -28,10 +29,6 @@ _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
-_ENGINE_STEPS = re.compile(  # a loop that counts calls of DeepSpeed's `step()`; no loss has one
-    r"(while .*step|for \w*step\w* in range).*\n[\s\S]{0,4000}?"
-    r"\b(\w+)\.backward\([\s\S]{0,2000}?\b\2\.step\("
-)
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 
@@ -83,7 +80,9 @@ class Settings:
                 self._take(node)
         if (_DDP,) in self._maybe and not any((one,) in self._maybe for one in _SHARDED):
             self.values[_DDP] = True  # the branch is that of several processes
-        if not any("token" in str(name).lower() for _, name in self.tokenizer.values()):  # it holds no model
+        scratch = self.rows.scratch() if calls and ("model_name_or_path",) not in self.marks else {}
+        self._put(scratch)
+        if not scratch and not any("token" in str(name).lower() for _, name in self.tokenizer.values()):
             self._put(self.tokenizer)
         if calls:
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
@@ -114,7 +113,7 @@ class Settings:
                 if self.calls and plain and self.known.runs(node):
                     self._put(self.known.entries(rows.args[0], (key,), node.lineno))
             case ast.For() | ast.While() if self._loops:
-                self._loop(node)
+                self._put(of_loop(node, self.known, of_a_job=bool(self.calls)))
             case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):
                 for one in ast.walk(test):
                     if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
@@ -126,7 +125,9 @@ class Settings:
                 made_of = (node.lineno, ", ".join(sorted(read)))  # the class makes a text of them
                 self._put({(f"text by {name}",): made_of} if read and self.calls else {})
             case ast.ClassDef(bases=bases) if any(ast.unparse(one).endswith(_OWN) for one in bases):
-                for field, value in fields(node) if self.calls else ():  # which HfArgumentParser fills in
+                fields_ = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
+                used = self.calls and self.known.used(node)  # as HfArgumentParser's
+                for field, value in (one for one in fields(node) if used and one[0] in fields_):
                     given = self._inputs.flag([field])
                     self._put(self.known.entries(given or value, (field,), value.lineno))
 
@@ -139,30 +140,6 @@ class Settings:
         either = [made.body, made.orelse] if isinstance(made, ast.IfExp) else [made]
         names_ = [name_of(one).rpartition(".")[2] for one in either]
         return next((one for one in names_ if one in self.calls), last)
-
-    def _loop(self, loop: ast.For | ast.While) -> None:
-        """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
-        if self.calls and _ENGINE_STEPS.match(ast.unparse(loop)):
-            self._put({("engine.step()",): (loop.lineno, True)})
-        if isinstance(loop, ast.While):
-            return
-        calls = (one for one in ast.walk(loop.iter) if isinstance(one, ast.Call))
-        counts = next((one.args for one in calls if name_of(one.func) == "range" and one.args), [])
-        if not counts:
-            return
-        key, end = "", counts[min(1, len(counts) - 1)]
-        inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
-        text = "".join(map(ast.unparse, loop.body))
-        if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
-            key = "range(epochs)"
-        elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
-            key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]
-        elif ".backward(" in text:
-            key = "range(steps)" if ".step()" in text else "accumulation"
-        if len(counts) == 2 and self.known.value(counts[0]) == 1:
-            end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
-        if key == "range(epochs)" or (key and self.calls):
-            self._put(self.known.entries(end, (key,)))
 
     def _of_a_library(self, call: ast.Call) -> bool:
         """Whether a class of the script's own is not called; a subclass of a trainer is one."""

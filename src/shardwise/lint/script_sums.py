@@ -22,21 +22,10 @@ _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "int": int,
-    "math.ceil": math.ceil,
-    "round": round,
-    "float": float,
-    "str": str,
-    "bool": bool,
-    "max": max,
-    "min": min,
-    "len": len,
-    "list": list,
-    "tuple": list,
-    "os.path.join": lambda *parts: "/".join(parts),
-    "Path": str,
-}
+_PLAIN = (int, round, float, str, bool, max, min, len, list)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _PLAIN}
+_FUNCTIONS |= {"math.ceil": math.ceil, "tuple": list, "Path": str}
+_FUNCTIONS["os.path.join"] = lambda *parts: "/".join(parts)
 
 
 def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:

@@ -35,7 +35,7 @@ class Values(Bound):
         self.presets, self._far = Presets(self._inputs), Presets(self._inputs)
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
-        for node in self._links.nodes if self._defaults else ():
+        for node in filter(self.used, self._links.nodes if self._defaults else ()):
             (self._far if self._links.away(node) else self.presets).take(node, self.meant)
         for node, value in self._attributes:
             self._store(node, value)
@@ -49,7 +49,8 @@ class Values(Bound):
         while node not in self._open and len(self._open) < DEEPEST and self._steps < MOST_STEPS:
             self._open = self._open | {node}
             found = self._next(node)
-            if len(found) != 1 or found[0] is None:
+            alike = {ast.dump(one) if isinstance(one, ast.Constant) else one for one in found}
+            if len(alike) != 1 or found[0] is None:
                 break
             node = found[0]
         self._open = before
@@ -79,7 +80,7 @@ class Values(Bound):
         said: Said = {key: (at, {})}
         self._reading.add(found)
         for path, item, there in rows:
-            inner, line = (*key, *(path or ())), at if away else there
+            inner, line = (*key, *(path or ())), at if away else there or at
             below = self.entries(item, inner, line) if item else {inner: (line, UNKNOWN)}
             above = [inner[:n] for n in range(len(key), len(inner))]
             open_ = path is None or (not path and below.pop(inner)[1] != {})
@@ -198,6 +199,10 @@ class Values(Bound):
                 return self._item(holder, key)
             case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *other]):
                 return self._item(holder, key, other)
+            case ast.Call(func=ast.Name(id="getattr"), args=[holder, ast.Constant(str(name)), *other]):
+                return self._attribute(holder, name) or other
+            case ast.IfExp(test=test, body=one, orelse=ast.Constant(None)) if self.value(test) == UNKNOWN:
+                return [one] * (type(self.value(one)) in (int, float))  # which None does not set
             case ast.BoolOp(op=ast.Or(), values=[one, ast.Dict(keys=[])]):
                 return [one]  # `yaml.safe_load(file) or {}`
             case ast.Call(func=called) if isinstance(function := self.meant(called), ast.FunctionDef):
@@ -241,7 +246,14 @@ class Values(Bound):
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
             return self._item(made, ast.Constant(name))
+        for one in (made, holder):
+            text = ast.unparse(one) if isinstance(one, ast.Attribute | ast.Name) else ""
+            own = ARGUMENTS.match(text.removeprefix("self.").partition(".")[0])
+            if own and (held := self._inputs.at(f"{text}.{name}")):
+                return held
         maker = self.meant(made.func) if isinstance(made, ast.Call) else made
+        if isinstance(made, ast.arg) and made.annotation:
+            maker = self.meant(made.annotation)
         known = self._fields(maker, name) or self.presets.of(name) or self._far.of(name)
         root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
         if not known and ARGUMENTS.match(root):
@@ -259,7 +271,8 @@ class Values(Bound):
         """What a class, or one that it is derived of, says of a field that the command does not give."""
         if not isinstance(made, ast.ClassDef) or name in self._inputs.flags:
             return []
-        own = [value for field, value in fields(made) if field == name]
+        filled = self._inputs.filled(made, self.meant).get(name)
+        own = filled or [value for field, value in fields(made) if field == name]
         return own or [value for base in made.bases for value in self._fields(self.meant(base), name)]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shardwise.lint.document import LONGEST_NUMBER, Document, Mark, UnreadableError, line_at
-from shardwise.lint.schema import accelerate_keys, as_number, names
+from shardwise.lint.schema import accelerate_keys, as_number, names, pattern
 from shardwise.lint.shell_commands import uncommented
 from shardwise.lint.shell_values import Variables, steps
 
@@ -27,12 +27,7 @@ _COMMAND = re.compile(
     rf"{_BEFORE}(deepspeed|torchrun|accelerate[ \t]+launch|{_RUN})(?=[ \t\\])", re.MULTILINE
 )
 # what starts a training without a launcher, for `shardwise init --from`
-_PLAIN = re.compile(
-    rf"{_BEFORE}(?:[\w.~-]*/)*"
-    r"(python3?(?![ \t]+-c)(?=(?:[ \t]|\\\n)(?:[^\n]|(?<=\\)\n){0,2000}?(?:\.py|-m[ \t]))|"
-    r"(?:llamafactory-cli|axolotl|tune|swift|lightning|fabric)(?=[ \t]|\\\n))",
-    re.MULTILINE,
-)
+_PLAIN = pattern("python")
 _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  # the name of a script
 _TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
 _SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module behind `swift sft`
@@ -41,9 +36,7 @@ _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
 _TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")
-_OTHER = re.compile(  # a script that another one starts
-    r"(?m)^(?!\s*(?:#|echo|chmod|cp|mv|rm|cat|wget|curl|source|\.\s))[^\n#]*?([\w./${}-]+\.(?:sh|slurm|sbatch))\b"
-)
+_OTHER = pattern("started_scripts")
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")

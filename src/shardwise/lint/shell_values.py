@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+from shardwise.lint.schema import pattern, table
 from shardwise.lint.script_sums import UNKNOWN, computed
 from shardwise.lint.shell_commands import Command, brackets_end, commands, words
 
@@ -23,10 +24,7 @@ _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=(.*)", re.ASCII | re.DO
 _DECLARES = re.compile(r"(?:export|readonly|declare|typeset)\s(?:\s*-[xrga]+\s)*(?!\s*[-+])")
 _TOUCHES = ("export", "readonly", "declare", "typeset", "local", "read", "mapfile", "getopts", "unset")
 _ANY_NAME = re.compile(r"(?:let|eval|printf\s+-v)\s|\(\(.*(?:[^=<>!]=[^=]|\+\+|--)", re.DOTALL)
-_UNREAD = re.compile(
-    r"(?:source|\.)\s+(?!\S*(?:\bactivate\b|/\.?(?:bash_?rc|bash_profile|profile)\b|conda\.sh))|eval\s.*[$`](?!\((?:\S*/)?(?:conda|ssh-agent)\b)",
-    re.DOTALL,
-)
+_UNREAD = pattern("unread_by_shell")
 _ARGUMENTS = re.compile(r"shift\b|set\s+(?:--|[^-+\s])")
 _LAUNCHERS = re.compile(r"(?:SLURM|PBS|LSB|OMPI|PMI|MASTER)_|(?:\w+_)?(?:RANK|WORLD_SIZE)$")
 _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\)|\"?)")
@@ -39,15 +37,7 @@ _EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
 _SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
 _OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGnJ])[\s=]*)(?!-)(\S+)")
 _LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks", "J": "job-name"}
-_SLURM = {  # an option of sbatch, and the variables that it sets
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "ntasks": ("SLURM_NTASKS", "SLURM_NPROCS"),
-    "gpus-per-node": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-    "gres": ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"),
-    "cpus-per-task": ("SLURM_CPUS_PER_TASK",),
-    "job-name": ("SLURM_JOB_NAME",),
-}
+_SLURM = table("slurm")
 
 
 def header(text: str) -> dict[str, str]:
@@ -126,6 +116,8 @@ class Variables:
             self._known |= dict.fromkeys(_within(text))
         else:
             self._known |= dict.fromkeys(_touched(text))
+            if only := re.fullmatch(r"for\s+(\w+)\s+in\s+([\w./+:-]+)", text):  # a loop over one word
+                self._known[only[1]] = only[2]
 
     def _set(self, name: str, value: Value, sure: bool) -> None:
         same = name in self._known and self._known[name] == value

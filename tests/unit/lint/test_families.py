@@ -191,7 +191,8 @@ def test_a_template_is_of_the_models_family(model: str, template: str, wrong: bo
     assert bool(found("template-of-another-family", text)) == wrong
     for stage in ("stage: pt", "do_train: true"):
         other = found("template-of-another-family", text.replace("stage: sft", stage))
-        assert bool(other) == (wrong and "pt" not in stage)
+        used = "pt" not in stage or template == "llama3"  # whose end token LLaMA-Factory then writes
+        assert bool(other) == (wrong and used)
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ CASES: dict[str, Case] = {
         },
         {"train.micro_batch": 48, "train.global_batch": 96},
         (
-            "to do: of a step's rows the files say gpus 2, micro 48, and another factor could not be read; write train.micro_batch, train.global_batch",
+            "could not be read; of a step's rows the files say gpus 2, micro 48; write train.micro_batch, train.global_batch",
         ),
         ("left out: train", "does not divide", "until then 16"),
     ),
@@ -256,7 +256,7 @@ CASES: dict[str, Case] = {
         },
         {"train.micro_batch": 4, "train.global_batch": None},
         (
-            "the files say gpus 2, micro 4, and another factor could not be read; write train.micro_batch, train.global_batch; until then 16",
+            "of a step's rows the files say gpus 2, micro 4; write train.micro_batch, train.global_batch; until then 16",
         ),
         (),
     ),

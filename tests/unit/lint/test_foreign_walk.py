@@ -25,7 +25,8 @@ WORLD = "int(os.environ.get('WORLD_SIZE', 1))"
 DISTRIBUTED = "import torch.distributed as dist\n"
 ACCELERATOR = "from accelerate import Accelerator\naccelerator = Accelerator()\n"
 OPEN_BATCH = (
-    "gradient_accumulation_steps: its value could not be read; write train.micro_batch, train.global_batch",
+    "its value could not be read; of a step's rows the files say",
+    "write train.micro_batch, train.global_batch",
 )
 CASES: dict[str, Case] = {
     f"world: {name}": ({"run.sh": command, "train.py": script}, {"train.global_batch": 64}, (), ("GPUs",))
@@ -374,7 +375,7 @@ CASES |= {
         {"train.py": LIGHTNING + "import torch\ntorch.utils.data.DataLoader(rows, batch_size=size())\n"},
         {"train.save_every": 500, "train.keep": 3, "train.global_batch": None},
         (
-            "to do: of a step's rows the files say gpus 2, nodes 3, accumulation 8, and another factor",
+            "of a step's rows the files say gpus 2, nodes 3, accumulation 8; write",
             "ModelCheckpoint.monitor (line 3)",
         ),
         (),

@@ -75,6 +75,23 @@ for batch in data:
 WORD = """from transformers import TrainingArguments
 TrainingArguments("o", {})
 """
+READ_ONCE = """import torch
+params = {}
+optimizer = torch.optim.AdamW(params, lr=1e-4)
+torch.nn.utils.clip_grad_norm_(params, 1.0)
+"""
+CUT = """import torch
+def row(prompt, answer):
+    input_ids = prompt + answer
+    labels = [-100] * len(prompt) + answer
+    input_ids = input_ids[:512]{}
+    return input_ids, labels
+"""
+ANSWERED = """from transformers import Trainer
+rows = [{{"role": "user", "content": q}}, {{"role": "assistant", "content": a}}]
+text = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt={})
+Trainer(model=m, train_dataset=[text]).train()
+"""
 BOOL = """import torch
 from mine import parser
 parser.add_argument("--packing", type={})
@@ -771,6 +788,16 @@ CASES = (
     Case("one-device-for-all-ranks", RANKED.format("0"), RANKED.format("local_rank")),
     Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
     Case(
+        "labels-do-not-fit",
+        CUT.format(""),
+        CUT.format("\n    labels = labels[:512]"),
+    ),
+    Case(
+        "another-answer-begins",
+        ANSWERED.format(True),
+        ANSWERED.format(False),
+    ),
+    Case(
         "lost-flags",
         "deepspeed train.py \\\n  --fp16\n  --lr 1\n",
         "deepspeed train.py \\\n  --fp16 \\\n  --lr 1\n",
@@ -891,6 +918,11 @@ CASES = (
         "saved-state-is-not-loaded",
         LOADS_AGAIN.format("pass"),
         LOADS_AGAIN.format("o.load_state_dict(c['o'])"),
+    ),
+    Case(
+        "parameters-are-used-up",
+        READ_ONCE.format("model.parameters()"),
+        READ_ONCE.format("list(model.parameters())"),
     ),
     Case(
         "no-sampler",
@@ -1014,16 +1046,14 @@ def test_an_argument_that_was_removed_is_answered_with_what_replaces_it() -> Non
     text += "transformers.Trainer(args=args, tokenizer=args)\n"
     text += "trl.SFTTrainer(args=args, tokenizer=args, max_seq_length=9, dataset_text_field='text')\n"
     found = check(Setup(documents=(read(text, "train.py"),))).findings
-    removed = [(one.line, one.fix.partition(";")[0]) for one in found if one.rule == "argument-was-removed"]
-    assert sorted((line, *" ".join(fix.split()).split(" ")) for line, fix in removed) == [
-        (3, "evaluation_strategy", "->", "eval_strategy"),
-        (4, *["max_seq_length", "->", "max_length", "evaluation_strategy", "->", "eval_strategy"]),
-        (5, "tokenizer", "->", "processing_class"),
-        (
-            6,
-            *["tokenizer", "->", "processing_class", "max_seq_length", "->", "SFTConfig.max_length"],
-            *["dataset_text_field", "->", "SFTConfig.dataset_text_field"],
-        ),
+    (removed,) = [one for one in found if one.rule == "argument-was-removed"]
+    rows = [row.strip().partition(";")[0] for row in removed.fix.splitlines()]
+    assert rows == [
+        "line 3: evaluation_strategy -> eval_strategy",
+        *["line 4: max_seq_length -> max_length", "evaluation_strategy -> eval_strategy"],
+        "line 5: tokenizer -> processing_class",
+        *["line 6: tokenizer -> processing_class", "max_seq_length -> SFTConfig.max_length"],
+        "dataset_text_field -> SFTConfig.dataset_text_field",
     ]
 
 

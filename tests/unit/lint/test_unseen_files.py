@@ -202,7 +202,7 @@ def test_a_length_that_trl_1_has_no_more_in_a_file(tmp_path: Path) -> None:
     keys = "model_name_or_path: a/b\noutput_dir: o\nmax_seq_length: 512\nlearning_rate: 2.0e-5\n"
     (one,) = found(tmp_path, a_yaml=keys, t_py=script.format("", "", ""))
     assert (one.rule, one.key, one.fix) == (
-        "flag-was-removed", "max_seq_length", "max_length, or an earlier version"
+        "flag-was-removed", "max_seq_length", "max_seq_length -> max_length; or an earlier version"
     )  # fmt: skip
     own = "class Mine:\n    max_seq_length: int = 3\n"
     assert found(tmp_path, a_yaml=keys, t_py=script.format("", "Mine, ", own)) == []

@@ -38,6 +38,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
+        "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            settings = [part for part in plain if part.kind == "training" and _FILLS.search(one.text)]
+            filled = any(_WORDS[way].search(one.text) for way in ("fills", "updates"))
+            settings = [part for part in plain if part.kind == "training" and filled]
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
@@ -128,11 +130,25 @@ def _called(script: Document, documents: Sequence[Document]) -> Document:
     for one in reached:  # which grows by what each part calls
         used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
         reached += [idle.pop(name) for name in used & idle.keys()]
-    if not idle or not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
+    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
-    gone = {at for one in idle.values() for at in range(one.lineno, (one.end_lineno or one.lineno) + 1)}
-    text = "\n".join("" if at in gone else row for at, row in enumerate(script.text.split("\n"), 1))
+    text = reduce(_without, idle.values(), script.text)
+    for held in (one for one in reached if isinstance(one, ast.ClassDef)):
+        for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
+            rest = re.sub(r"#.*", "", f"{_without(text, one)}\n{others}")
+            own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
+            made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
+            if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
+                text = _without(text, one)
+    if text == script.text:
+        return script
     return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
+
+
+def _without(text: str, part: ast.FunctionDef) -> str:
+    """A script's text with empty lines in place of a function."""
+    first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
+    return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -220,6 +236,7 @@ def _inputs(
         given=given,
         stem=Path(script.name).stem,
         others=modules_of(others),
+        data=[one.values for one in all_ if not settings and one.name in files],
     )
 
 
@@ -293,7 +310,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
         same = Path(name).name in {path.name for path in asked}  # in another folder
         if given and name.endswith(".json") and not there & asked and not same:
             yield f"conflict: {given} is used, not {name}, which {place} names"
-        elif not there and not same and name not in TABLE["own_scripts"]:
+        elif not there and not same and not name.endswith((*TABLE["own_scripts"],)):
             yield f"to do: {place}: {name} is not there; add it to --from"
     for name in CONFIGURATIONS if one.syntax == "python" and not given and alone else ():
         if one.has(name) and one.get(name) is None:

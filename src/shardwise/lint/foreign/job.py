@@ -16,6 +16,7 @@ from shardwise.lint.foreign import files as of_files
 from shardwise.lint.foreign import resolve
 from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
+from shardwise.lint.foreign.losses import answers_in_text
 from shardwise.lint.foreign.reads import unread
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.suspects import suspects
@@ -52,6 +53,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     strategy = stated[-1].value if stated else ""
     for document in documents:
         stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
+    said += answers_in_text(documents)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
     by_trainer = shown and any(of_script(one) == "trainer" for one in documents)

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.table import TABLE
@@ -29,6 +29,17 @@ def own_losses(script: Document, texts: str) -> Iterator[str]:
             lines += _terms(node)
     for line in lines[:1]:
         yield f"to do: {script.name}:{line}: a loss of the script's own, which a job has not"
+
+
+def answers_in_text(documents: Sequence[Document]) -> Iterator[str]:
+    """What is said of a collator that finds the answers in rows of text, which a job counts in full."""
+    marks = {place[0].partition(" ")[0] for one in documents for place in one.marks}  # `text by a function`
+    for one in documents if marks & {"dataset_text_field", "formatting_func"} and "text" not in marks else ():
+        if one.has(name := "DataCollatorForCompletionOnlyLM()") and "apply_chat_template(" not in one.text:
+            what = (
+                "it finds the answers in a text, and a job counts all of a text; prepare the rows as messages"
+            )
+            yield f"to do: {one.name}:{one.line((name,))}: {name}: {what}, or as prompts and completions"
 
 
 def _terms(scope: ast.FunctionDef | ast.Module) -> Iterator[int]:

@@ -55,7 +55,9 @@ def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> No
     read = {name for one in scripts for node in ast.walk(ast.parse(one.text)) for name in _read_by(node)}
     asked = " ".join(one for one in said if one.startswith("to do"))
     for one in documents if scripts else ():
-        flags = [name for name in sorted(one.flags - read - used) if start + name in said]
+        flags = [
+            name for name in sorted(one.flags - read - used) if name.isidentifier() and start + name in said
+        ]
         flags = [name for name in flags if not re.search(rf"\b{re.escape(name)}\b", asked)]
         if flags and one.syntax == "shell":
             what = f"{', '.join(flags)}: no script of --from reads them; add the one that does, if any"

@@ -70,7 +70,7 @@ def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> l
     """
     schedules = [one.place.partition(" (")[0] for one in stated if one.key == "optimizer.schedule"]
     warmups = [one for one in stated if one.key == "optimizer.warmup_steps"]
-    none = [one for one in warmups if one.word and ": lr_scheduler_type" in one.place]
+    none = [one for one in warmups if one.word and ": lr_scheduler" in one.place]
     if setup.reader == "trainer" and any(one.section("scheduler") for one in setup.of("deepspeed")):
         return [one for one in stated if one not in none]
     if not any(one.place.startswith(schedules[-1]) for one in none):
@@ -138,8 +138,10 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
         said.append(f"changed: a job keeps a row on one GPU; the files share it among {parts['sequence']}")
     if "total" not in parts and unsaid:
         known = ", ".join(f"{name} {count}" for name, count in parts.items())
-        what = f"of a step's rows the files say {known}, and another factor could not be read"
-        said.append(f"to do: {what}; write {BATCH}")
+        what, asks = f"of a step's rows the files say {known}", f"; write {BATCH}"
+        asked = [at for at, one in enumerate(said) if one.startswith("to do") and one.endswith(asks)]
+        start = f"{said.pop(asked[0]).removesuffix(asks)}; " if asked else "to do: "
+        said.append(f"{start}{what}{'' if asked else ', and another factor could not be read'}{asks}")
         more = [f"train.global_batch={rows}"] * (Train().global_batch % micro > 0)  # a default loses
         return [f"train.micro_batch={micro}", *more] if "micro" in parts else []
     if not parts.keys() & {"total", "micro"}:

@@ -12,6 +12,7 @@ from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.schema import names
+from shardwise.lint.script_inputs import sections as all_sections
 
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _ADAPTERS = {"r": "lora_r", "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -27,7 +28,7 @@ def opened(document: Document, scripts: Sequence[Document], said: list[str]) -> 
     """
     if document.kind != "training" or document.syntax not in ("json", "yaml"):
         return document
-    sections = dict(_mappings(document.values))
+    sections = {path: one for path, one in all_sections((), document.values) if path}
     trained = [path for path, one in sections.items() if len(_ARGUMENTS & one.keys()) >= _LEAST]
     mine = [path for path in trained if not _OTHERS.search("_".join(path))]
     if not mine:
@@ -53,14 +54,6 @@ def opened(document: Document, scripts: Sequence[Document], said: list[str]) -> 
             inner = {at: mark for at, mark in document.marks.items() if at[: len(path) + 1] == (*path, key)}
             marks |= {(meant, *at[len(path) + 1 :]): mark for at, mark in inner.items()}
     return replace(document, values=values, marks=marks)
-
-
-def _mappings(values: Mapping[str, Any], above: Key = ()) -> Iterator[tuple[Key, Mapping[str, Any]]]:
-    """The sections of a file, and those within them, with their paths."""
-    for name, one in values.items():
-        if isinstance(one, Mapping):
-            yield (*above, str(name)), one
-            yield from _mappings(one, (*above, str(name)))
 
 
 def _keys(path: Key, section: Mapping[str, Any]) -> Iterator[tuple[Key, str, str]]:

@@ -50,7 +50,9 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
             raise JobError(f"{value!r} is no number", where=at, fix="write a number there")
         own = "alpaca " if key.startswith("text by") and _ALPACA in document.text else ""
         meant = _unknown(near) if near else meaning(own + key, value, steps)
-        notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys()
+        rates = document.section("scheduler").get("params") or {}  # of DeepSpeed's warm-up
+        linear = "warmup_type" in rates or rates.get("warmup_num_steps") == 0
+        notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys() if not linear else ()
         said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
         if isinstance(meant, str):

@@ -14,38 +14,22 @@ from typing import Any
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.foreign.table import TABLE, leaves
+from shardwise.lint.foreign.table import TABLE, leaves, plain_number
 from shardwise.lint.read import LARGEST_FILE_BYTES
 from shardwise.lint.script_inputs import fields, name_of, options
 
-_CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in TABLE["concepts"].items()}
+_OF_DATA = TABLE["concepts_of_data"]
+_ALL = TABLE["concepts"] | _OF_DATA
+_CONCEPTS = {key: re.compile(pattern, re.IGNORECASE) for key, pattern in _ALL.items()}
 _OTHER = re.compile(TABLE["not_training"], re.IGNORECASE)
+_METHOD = re.compile(r"(?i)(?<![a-z])(dpo|grpo|ppo|orpo|kto|reward)")  # of another run than this one
 _WRITE = {"batch.micro": "train.micro_batch, train.global_batch", "batch.accumulation": "train.global_batch"}
-# keys that hold what such a setting says until the user has looked: the type, least and most
-_NUMBERS: dict[str, tuple[type, Any, Any]] = {
-    "data.sequence_length": (int, 16, 2**20),
-    "data.packing": (bool, True, True),
-    "data.eval_fraction": (float, 0, 0.5),
-    "batch.micro": (int, 1, 4096),
-}
 _STEPS = re.compile("steps?$|iter", re.IGNORECASE)
-_INSTEAD = {
-    "data.eval_fraction": ("data.eval",),
-    "train.epochs": ("train.steps",),
-    "batch.micro": ("batch.total",),
-}
-
 _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "trl", "swift")
 _SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
 _CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
-_READS = re.compile(  # rows, by a script's own code
-    r"(^|\.)(open|(read|load)_(json|jsonl|csv|parquet)|\w*Dataset)$"
-)
-_ROWS = re.compile(  # a file of rows to train on
-    r"(?i)^(?!.*(conf|param|setting|prompt|template|token|vocab|label|stat|eval|test|valid|\bdev|\bds_))"
-    r".*\.(jsonl?|csv|tsv|parquet)$"
-)
+_READS, _ROWS = re.compile(TABLE["rows_are_read"]), re.compile(TABLE["files_of_rows"])
 _HELD_OUT = "data.eval_fraction"
 _OWN_LOSS = "another loss"  # which no key of a job has
 _LONGEST = 80  # characters of a value that are shown
@@ -64,17 +48,20 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
     flags = {flag for one in documents for flag in one.flags}  # which count more than a script's default
     settings = [(one, *each) for one in documents for each in _settings(one)]
     settings = [one for one in settings if one[0].syntax != "python" or one[1] not in flags]
-    for key, pattern in _CONCEPTS.items():
-        if any(one.startswith((key, *_INSTEAD.get(key, ()))) for one in known):
+    settings = [one for one in settings if not _METHOD.search(one[1])]
+    for concept, pattern in _CONCEPTS.items():
+        key = concept
+        if any(one.startswith((key, *TABLE["instead_of_concepts"].get(key, ()))) for one in known):
             continue
         write = _WRITE.get(key, key)
         if any(one.startswith("to do") and write in one for one in said):
             continue
-        named = [one for one in settings if _is_of(key, one[1], one[3])]
+        held = [one for one in settings if one[0].syntax in ("yaml", "json") or key not in _OF_DATA]
+        named = [one for one in held if _is_of(key, one[1], one[3])]
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         if key == _OWN_LOSS:  # and what a script computes of losses to show them
             given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
-        by_name = [one for one in given if pattern.search(one[1])]  # which says more than a value
+        by_name = [one for one in given if pattern.search(one[1]) or pattern.search(_last(one[1]))]
         given = by_name or given
         switched = any(value is True or (value is ... and one.syntax != "python") for one, *_, value in given)
         off = any(value is False for *_, value in named)  # `use_lora=False`
@@ -82,36 +69,52 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
             continue
         document, _, line, _ = given[0]
         words = [name + _shown(value) for one, name, _, value in given if one is document]
-        place, until = f"{document.name}:{line}", ""
+        place = f"{document.name}:{line}"
         names = ", ".join(dict.fromkeys(words[:3]))
-        write = "train.steps" if key == "train.epochs" and _STEPS.search(given[0][1]) else write
+        key = "train.steps" if concept == "train.epochs" and _STEPS.search(given[0][1]) else concept
+        write = _WRITE.get(key, key)
         what = _LOSS if key == _OWN_LOSS else f"not understood; write {write}"
-        kind, least, most = _NUMBERS.get(key, (type(None), 0, 0))
-        if type(value := given[0][3]) is kind and least <= value <= most:
-            until = json.dumps(value)
+        if until := _likely(key, given, any(one.syntax == "python" for one in documents)):
             what += f"; until then {until}"
         said.append(f"to do: {place}: {names}: {what}")
         found[key] = place, until
     return found
 
 
+def _likely(key: str, given: Sequence[tuple[Document, str, int, Any]], scripts: bool) -> str:
+    """What a setting says, as JSON, if it is a likely value of the key; empty if a script may say another."""
+    bounds, value = TABLE["likely"].get(key, ()), given[0][3]
+    here = key in TABLE["likely_in_scripts"]  # a script's constant decides it, too
+    if not here and (given[0][0].syntax == "python" or len({repr(value) for *_, value in given}) > 1):
+        return ""
+    number = value if value is True else plain_number(value)
+    kinds = {*map(type, bounds), int} if float in map(type, bounds) else {*map(type, bounds)}
+    fits = type(number) in kinds and bounds[0] <= number <= bounds[1]
+    return json.dumps(number) if fits and not (scripts and key in _OF_DATA) else ""
+
+
 def decides(script: Path) -> bool:
     """Whether a script may decide a part of a job: it calls a library for one, or has a setting of one."""
     text = read_bounded(script, LARGEST_FILE_BYTES).decode(errors="replace")
-    patterns = [one for key, one in _CONCEPTS.items() if key not in _COMMON]
+    patterns = [one for key, one in _CONCEPTS.items() if key not in (*_COMMON, *_OF_DATA)]
     named = {name for name in _SET.findall(text) if not _OTHER.search(name)}
     return bool(_CALLS.search(text)) or any(one.search(name) for one in patterns for name in named)
 
 
 def _is_of(key: str, name: str, value: Any) -> bool:
     """Whether a setting may decide the key: by its name, or by a value such as `my-run-qlora`."""
-    own_word = key in (_OWN_LOSS, "train.save_every")
-    if isinstance(value, str) if key == _HELD_OUT else not own_word and _OTHER.search(name):
+    own_word = key in (_OWN_LOSS, "train.save_every", *_OF_DATA)
+    if isinstance(value, str) if key == _HELD_OUT else not own_word and _OTHER.search(_last(name)):
         return False  # the name of a split; what names another thing
     if key == "data.train" and _READS.search(name) and isinstance(value, str):
         return bool(_ROWS.search(value))
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
-    return bool(_CONCEPTS[key].search(name) or in_value)
+    return bool(_CONCEPTS[key].search(name) or _CONCEPTS[key].search(_last(name)) or in_value)
+
+
+def _last(name: str) -> str:
+    """The last part of a key, with the index of an item: `betas.0` of `optim.betas.0`."""
+    return re.sub(r"^.*\.(?!\d+$)", "", name)
 
 
 def _shown(value: Any) -> str:
@@ -158,7 +161,7 @@ def _of(node: ast.AST) -> Iterator[Setting]:
         case ast.ClassDef(name=called):
             if _LORA.search(called):  # a script's own adapters
                 yield "lora", node.lineno, called
-            for name, default in fields(node):
+            for name, default in [] if _METHOD.search(called) else fields(node):
                 yield name, node.lineno, _constant(default)
         case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant() | ast.BinOp() as value):
             yield name, node.lineno, _constant(value)

@@ -38,7 +38,7 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
         if len(value) > 1 and key == "report_to":
             return [f"tracking=[{', '.join(map(str, value))}]"]
         value = value[0] if len(value) == 1 else value
-    number, word = _number(value), _text(value).strip('"')
+    number, word = plain_number(value), _text(value).strip('"')
     if isinstance(rule, Mapping) and word in rule:
         return list(rule[word])
     if value == AUTO and key in TABLE["auto"]:
@@ -72,7 +72,7 @@ def lacks_number(key: str, value: Any) -> bool:
     return rule.startswith("batch.") or (bool(kinds) and kinds <= {"integer", "number", "null"})
 
 
-def _number(value: Any) -> float | int | None:
+def plain_number(value: Any) -> float | int | None:
     """The number that a value is, also `1e-4` as text."""
     is_text = isinstance(value, str) and not _EXPONENT.fullmatch(value)
     number = None if isinstance(value, bool) or is_text else as_number(value)
@@ -80,7 +80,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _text(value: Any) -> str:
-    number = _number(value)
+    number = plain_number(value)
     return json.dumps(value if number is None else number)
 
 

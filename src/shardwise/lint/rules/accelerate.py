@@ -36,7 +36,9 @@ def launched_with(command: Document, file: Document) -> bool:
 
 def certainly_missing(name: str, command: Document, setup: Setup) -> bool:
     """Whether a file is not where a command starts, which the path of its script shows."""
-    script, last = Path(str(command.get("script"))), Path(name).name
+    named = (Path(one.name).name for one in setup.of("training") if one.syntax == "python")
+    script = Path(str(command.get("script") or next((one for one in named if one in command.text), None)))
+    last = Path(name).name
     above = (Path(), *Path(command.name).absolute().parents)
     starts = [] if script.is_absolute() else [folder for folder in above if is_file(folder / script)]
     made = re.search(
@@ -64,9 +66,13 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
             near, key = closest(str(name), known), (*above, str(name))
             change: Change = Rename(key, near) if near and not document.has(*above, near) else Drop(key)
             effect = ": it stops with a ValueError" if refuses else f" in {''.join(above)}, and ignores it"
-            what = f"accelerate has no such key{effect}"
-            fix = f"did you mean `{near}`?" if near else ""
-            yield Hit(key, what, fix, (change,), "error" if refuses or near else "warning")
+            what, given = f"accelerate has no such key{effect}", document.section(*key)
+            parts = ((f"{one}_device", below) for one, below in given.items() if isinstance(below, Mapping))
+            lost = [f"{one}: {below.get('device')}" for one, below in parts if one in known]
+            what += f"; lost: {', '.join(lost)}" if lost else ""
+            fix = f"did you mean `{near}`?" if near else f"{', '.join(lost)} in {DS}" if lost else ""
+            wrong: Severity = "error" if refuses or near or lost else "warning"
+            yield Hit(key, what, fix, () if lost else (change,), wrong)
 
 
 def given_twice(document: Document, happens: str, *, stops: bool = False) -> Iterator[Hit]:

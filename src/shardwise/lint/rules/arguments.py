@@ -100,8 +100,9 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("eval_strategy",), what, "eval_dataset=ROWS of the Trainer, or remove it", line=line)
         steps = given["save_steps"], given.get("eval_steps", given["logging_steps"])
         apart = save == "steps" and all(isinstance(n, int) and n for n in steps) and steps[0] % steps[1]
+        off = document.has("eval_strategy") or document.has("evaluation_strategy")  # a choice
         asked, none = given.get("eval_steps"), evaluate == "no" and not _EVALUATES.search(setup.scripts)
-        if none and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
+        if none and not off and isinstance(asked, int) and given.get("load_best_model_at_end") is not True:
             what = f"`eval_steps` {asked} without an eval strategy, whose default is `no`: "
             what += "nothing is evaluated"
             yield Hit(("eval_steps",), what, 'eval_strategy="steps"', severity="warning", line=line)

@@ -11,7 +11,7 @@ from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.training import calls, known_values, tree_of, within
-from shardwise.lint.schema import closest, names, table
+from shardwise.lint.schema import closest, names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
 from shardwise.models.catalog import lookup
@@ -24,19 +24,15 @@ _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
 _CLASSES = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap")
 _TARGETS = {"target_modules": 'target_modules="all-linear", which is no list'}  # and what means all modules
 _TARGETS |= {"lora_target_modules": "lora_target_linear: true", "lora_target": "lora_target: all"}
+_OF_ENDS = {"lm_head", "embed_tokens", "wte", "embed_out"}  # which models of several families have
 _SPLIT = r"\bNAME(?:[\"']\])?\.split\(|--NAME[\"'][^()]*\bnargs="  # a script makes a list of the text
 _PAD = re.compile(r"(?<!config)\.pad_token(_id)?$")
-_MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{1,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
+_MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{0,4}\[[^\n\]=]*\] = (-100|\w*IGNORE)")
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
-_LABELS = re.compile(  # what holds the labels, and the input ids that they are
-    r"(?:(\w+)(?:\[[\"']|\.))?\blabels(?:[\"']\])?\s*=\s*(?:([\w.]+?)(?:\.|\[[\"']))?input_ids\b"
-)
+_LABELS = pattern("labels")  # what holds the labels, and the input ids that they are
 _ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
-_PADS = re.compile(
-    r"padding\s*=\s*(True|[\"'](max_length|longest)[\"'])|"
-    r"DataCollator(WithPadding|ForSeq2Seq|ForLanguageModeling)\((tokenizer=)?tok\w*[,)]"
-)
+_PADS = pattern("pads")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
@@ -143,7 +139,7 @@ def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
         parts = known.parts if known and known.parts else {*lasts.values()} - {"all-linear", "all_linear"}
         absent = [one for one, last in lasts.items() if last not in parts and not last.isdigit()]
         sure = setup.model is model and not guess  # else a name may mislead
-        if absent and (sure or len(absent) == len(lasts)):
+        if absent and (sure or {*absent} >= lasts.keys() - _OF_ENDS):
             where = f"{model.name if model else 'a model'}{f' ({guess} by its name)' * bool(guess)}"
             what = f"no module of {where} is named {', '.join(absent)}: "
             some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
@@ -160,7 +156,7 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
     last = named.rstrip("/").rpartition("/")[2].lower()
     mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
     known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
-    chats = document.get("stage") != "pt" and document.has("finetuning_type")
+    chats = document.has("finetuning_type") and (document.get("stage") != "pt" or template == "llama3")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
         what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
@@ -191,9 +187,8 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     others = [n for n, row in rows if _ENDS.search(row)]
     if line and others:
         what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
-        what += (
-            f"the end of each row (line {document.at(others[0])}) is not learned, and the model does not stop"
-        )
+        at = document.at(others[0])
+        what += f"the end of each row (line {at}) is not learned, and the model does not stop"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
 

@@ -11,25 +11,19 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
 from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
 from shardwise.lint.rules.training import calls, tree_of, within
-from shardwise.lint.schema import closest, names, table
+from shardwise.lint.schema import closest, names, pattern, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
 _RUNNER = "deepspeed/launcher/runner.py"
 _OPEN_PARSER = re.compile("|".join(names("open_parsers")))
-_HF = re.compile(r"HfArgumentParser\(")
 _OWN = {"deepspeed.add_config_arguments"}
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
 _READS_FLAGS = re.compile(r"(?i)argv|pars|fire|click|hydra|typer|tyro|flags|cli\b|draccus")
 _BY_OTHERS = re.compile(r"(?i)--launcher[ =]+(?!pdsh\b)\S")  # mpirun or srun start it, with variables only
 _COUNTS = ("nodes", "ntasks-per-node")
 _MOST_GPUS = 64  # of a node
-_S = r"(?:[ \t]|\\\n)+"
-_MODULE = re.compile(  # `-m src/train` of Python or a launcher, before the script; bounded, for rows of many
-    rf"(?m)^[^#\n]*\b(?:python3?|torchrun|accelerate{_S}launch|deepspeed|torch\.distributed\.\w+)"
-    rf"(?:{_S}(?!-m\b|--module\b)-[^\s\\]+(?:{_S}(?!\S*\.py)[^-\s\\]\S*)?){{0,20}}?{_S}(-m|--module){_S}"
-    r"([\w.-]*/[\w./-]+|[\w.]+\.py)(?!\S)"
-)
+_MODULE = pattern("started_module")
 _BEFORE = "before the script's name: it is the launcher's"
 _SBATCH = re.compile(r"(?m)^#SBATCH[ \t]+\S+")
 _SRUN_EACH = re.compile(r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-N|-n|--nodes|--ntasks)[ =]?1\b))")
@@ -220,7 +214,7 @@ def _flags(script: Document) -> dict[str, bool]:
     if len(parsers) != 1 or _OPEN_PARSER.search(script.text) or "parse_args" not in script.text:
         return {}
     given_ = parsers[0].args[0] if len(parsers[0].args) == 1 else parsers[0]
-    waiting = [*getattr(given_, "elts", [given_])] if _HF.search(script.text) else []
+    waiting = [*getattr(given_, "elts", [given_])] if "Hf" in ast.unparse(parsers[0].func) else []
     for one in waiting:
         name = ast.unparse(one).rpartition(".")[2]
         if isinstance(one, ast.Name) and name in classes:

@@ -8,6 +8,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.branches import branches, spelled_out
+from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.training import (
     calls,
     is_optimizer,
@@ -19,7 +20,7 @@ from shardwise.lint.rules.training import (
 )
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.saved import elsewhere, state_of
-from shardwise.lint.schema import closest, names
+from shardwise.lint.schema import closest, names, pattern
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 
@@ -27,10 +28,7 @@ _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writ
 _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
-_SHARDED = re.compile(  # the name of the result, the model, and what follows in the same block
-    r"(?m)^( *)(?:([\w.]+) = )?[\w.]*(?:fully_shard|FullyShardedData\w+)\((?:module=)?([\w.]+).*\n"
-    r"(?=((?:\1.*\n|\n)*))"
-)
+_SHARDED = pattern("sharded")
 _MADE = re.compile(r"^ *\(?([\w.]+(?:, .*?)?)\)? = ([\w.]+)\(", re.MULTILINE)
 _SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
@@ -45,10 +43,8 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
-_NEW = re.compile(
-    r"(?!(<unk>|<s>|</s>|<pad>|<mask>|<\|\w*text\|>|<\|(im|eot|eom|reserved|python|start|finetune)_\w+\|>)$).*[^\s\w].*"
-)
-_MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\(\w*tok")
+_NEW = pattern("new")
+_MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\([\w.]*tok\w*er\)")
 
 
 @loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
@@ -168,8 +164,9 @@ def _certain(document: Document, node: ast.AST) -> bool:
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
     program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
-    model, made = str(document.get("model_name_or_path")).lower(), made_by(document)
-    full = any(part.startswith(names("no_spare_rows")) for part in model.split("/"))
+    named, made = {str(document.get("model_name_or_path")), *named_models(setup)}, made_by(document)
+    parts = (part for model in named for part in model.lower().split("/"))
+    full = any(part.startswith(names("no_spare_rows")) for part in parts)
     trains = full and _LOADS.search(program) and not _MAKES_ROWS.search(texts)
     for call in calls(document, "add_tokens", "add_special_tokens") if trains else ():
         own = call.args and "Tokenizer" in made.get(ast.unparse(call.func).rpartition(".")[0], "")
@@ -197,30 +194,38 @@ def made_by(document: Document) -> dict[str, str]:
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
+    sharded_at = [one.lineno for one in calls(document, "fully_shard", "FullyShardedDataParallel")] or [0]
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
-    found, elsewhere = dict[int, tuple[str, str]](), set[str]()
+    found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
     for where, body, others in branches(document):
-        elsewhere |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
+        others_call |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
             held = any(owner and owner in (to, model) and said in below for _, to, model, below in parts)
-            certain = last not in names("wait_in_shards") or (sharded and f"def {last}(" not in texts)
+            held = held and call.lineno > min(sharded_at)
+            gathers = last in names("wait_in_shards")
+            certain = not gathers or (sharded and f"def {last}(" not in texts)
+            lower = gathers and any(elsewhere(*one, known) for one in known.flow.taken(call))  # than 3
             given = {one.arg for one in call.keywords}  # a gathered `state_dict=` is written, and no more
-            if (held or (waits and certain)) and not given & {"group", "state_dict"}:
+            if (held or (waits and certain)) and not lower and not given & {"group", "state_dict"}:
                 found[call.lineno] = said, where
-    for line, (said, where) in found.items():
-        if said.rpartition(".")[2] not in elsewhere:  # where the others call it too, they meet
-            what = f"`{said}` waits for all processes, and {where} lets one call it: the run hangs"
-            fix, source = "call it in all processes, outside the condition", ""
-            if said.endswith(".state_dict"):  # of fully_shard it does not wait
-                what += ", or with fully_shard one process's shard is saved"
-                fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
-                source = "torch/distributed/fsdp: state_dict gathers"
-            yield Hit((), what, fix, line=line, source=source)
+    # where the others call it too, they meet
+    alone = {line: one for line, one in found.items() if one[0].rpartition(".")[2] not in others_call}
+    for where in dict.fromkeys(place for _, place in alone.values()):
+        (line, said), *rest = [(line, said) for line, (said, place) in alone.items() if place == where]
+        more = "".join(f", `{one}` (line {document.at(at)})" for at, one in rest)
+        what = f"`{said}`{more} wait{'s' * (not rest)} for all processes, and {where} lets one call it: "
+        what += "the run hangs"
+        fix, source = "call it in all processes, outside the condition", ""
+        if said.endswith(".state_dict"):  # of fully_shard it does not wait
+            what += ", or with fully_shard one process's shard is saved"
+            fix = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), in all"
+            source = "torch/distributed/fsdp: state_dict gathers"
+        yield Hit((), what, fix, line=line, source=source)
 
 
 @loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
@@ -273,8 +278,8 @@ def _accumulated(document: Document) -> str:
     return counts.pop() if len(counts) == 1 else ""
 
 
-def around(program: ast.Module, call: ast.Call) -> ast.AST:
-    """The innermost loop or function with a call."""
+def around(program: ast.Module, call: ast.Call | ast.Assign) -> ast.AST:
+    """The innermost loop or function with a call or an assignment."""
     blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
     found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
     return max(found, key=lambda one: one.lineno, default=program)
@@ -309,9 +314,8 @@ def _division(document: Document, call: ast.Call, counts: set[str]) -> int | Non
 def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[Hit]:
     """accelerator.backward scales and divides the loss; under DeepSpeed it also takes the step."""
     made, found = made_by(document), [*calls(document, "backward")]
-    own = ".prepare" in " ".join(made.values()) and any(
-        name.endswith("Accelerator") for name in document.uses
-    )
+    accelerated = any(name.endswith("Accelerator") for name in document.uses)
+    own = ".prepare" in " ".join(made.values()) and accelerated
     steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
     count = _accumulated(document)
     formats = [one.get("mixed_precision") for one in (document, *setup.of("accelerate"))]
@@ -331,9 +335,8 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
             continue
         fix = f"accelerator.backward({owner})"
         if count and divided:
-            fix += (
-                f", which divides by {count} itself: also remove the division in line {document.at(divided)}"
-            )
+            at = document.at(divided)
+            fix += f", which divides by {count} itself: also remove the division in line {at}"
         yield Hit((), what, fix, severity=None if steps else "warning", line=call.lineno)
 
 

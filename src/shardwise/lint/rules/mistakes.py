@@ -12,9 +12,9 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.loop import around, made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
-from shardwise.lint.schema import as_number, names
+from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_run import own_parts
 from shardwise.lint.setup import Setup
@@ -26,9 +26,9 @@ _AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
-
-
 _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
+_SWAPPED = pattern("swapped")
+_ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
 _NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
 
@@ -56,7 +56,7 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 
 @training_rule("error", "peft: LoraConfig alone changes no model")
 def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Nothing gets the LoraConfig: all weights are trained, and those of 4 or 8 bits stop the Trainer."""
+    """Nothing gets the LoraConfig: all weights are trained."""
     by = made_by(document)
     for call in calls(document, *names("trl_trainers")):
         given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
@@ -71,8 +71,7 @@ def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
             ):
                 model = ast.unparse(first)
                 what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, "
-                what += "and the Trainer "
-                what += "refuses a quantized one"
+                what += "and the Trainer refuses a quantized one"
                 fix = f"{model} = {ast.unparse(lost)}"
                 yield Hit((), what, fix, severity="warning", line=lost.lineno)
     nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
@@ -342,7 +341,8 @@ def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
     clips = [*calls(document, "clip_grad_norm_", "clip_grad_value_")]
     for call in clips if scaled and "unscale_(" not in document.text else ():
-        yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
+        if not all(values_of(document).flow.apart(one, call) for one in calls(document, "scale")):
+            yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
     parts = [name for name, by in made_by(document).items() if by.endswith("FullyShardedDataParallel")]
     for call in clips if parts else ():
         held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
@@ -350,3 +350,35 @@ def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
             what = "each process clips by the norm of its own shards: the shards get different factors"
             fix, source = f"{held[0]}.clip_grad_norm_(...)", "torch/distributed/fsdp: clip_grad_norm_"
             yield Hit((), what, fix, severity="warning", line=call.lineno, source=source)
+
+
+@training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: -100 is not learned")
+def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
+    """Labels hide the answer and keep the prompt, or stay longer than their row, which is cut."""
+    program = tree_of(document)
+    given = [one for one in ast.walk(program) if isinstance(one, ast.Assign)]
+    texts = {one: ast.unparse(one) for one in given}
+    for node, text in texts.items():
+        name, _sign, value = text.partition(" = ")
+        if _SWAPPED.search(text):
+            fix = "-100 for the prompt's tokens, and the answer's own tokens"
+            yield Hit((), "-100 hides the answer, and the prompt is what is learned", fix, line=node.lineno)
+        labels = name.replace("input_ids", "labels")
+        if labels != name and re.match(rf"{re.escape(name)}\[:[^\]\[,:]+\]$", value):
+            inside = {*ast.walk(place := around(program, node))}
+            made = [one for one in given if one in inside and texts[one].startswith(f"{labels} = ")]
+            uncut = made and not any("[:" in texts[one] for one in made)
+            if uncut and made[-1].lineno < node.lineno and f"{labels}[:" not in ast.unparse(place):
+                what = f"`{name}` is cut here, and `{labels}` is not: longer rows stop the loss, ValueError"
+                yield Hit((), what, f"{labels} = {labels}{value.removeprefix(name)}", line=node.lineno)
+
+
+@training_rule("warning", "https://huggingface.co/docs/transformers/chat_templating: add_generation_prompt")
+def another_answer_begins(document: Document, _: Setup) -> Iterator[Hit]:
+    """A row that ends with its answer gets the beginning of one more, which the model learns to write."""
+    rows = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    ended = {ast.unparse(one.targets[0]) for one in rows if _ANSWERED.search(ast.unparse(one.value))}
+    for call in calls(document, "apply_chat_template") if "rain(" in document.text else ():
+        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        if call.args and ast.unparse(call.args[0]) in ended and given.get("add_generation_prompt") == "True":
+            yield Hit(("add_generation_prompt",), fix="add_generation_prompt=False", line=call.lineno)

@@ -8,41 +8,27 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule
 from shardwise.lint.rules.branches import on_one, spelled_out
 from shardwise.lint.rules.loop import around, made_by
-from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of
-from shardwise.lint.schema import names, table
+from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of, within
+from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.setup import Setup
 
+_DRAWS = re.compile(r"(torch|random)\.(randint|randperm|choices?|sample|permutation)$")
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
 _MAP_STYLE, _DIVIDED = (re.compile("|".join(names(one))) for one in ("rows_by_number", "divides_rows"))
-_ROWS_BY_RANK = re.compile(  # an index, arithmetic, or an argument of what makes rows
-    r"\w\[[^\]=]*(?<!lora_)rank\b|rank\)? [-+*] |[-+*] [\w.]*rank\b"
-    r"|(?i:(range|data|loader|rows|split|shard|islice|seed)(?!\w*parallel))\w*\(.*(?<!lora_)rank\b(?! [=!]=)",
-)
+_ROWS_BY_RANK = pattern("rows_by_rank")  # an index, arithmetic, or an argument of what makes rows
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
-_CHOOSES = re.compile(
-    r"(?i)set_device|device_ids?=|cuda:['\"]? ?[{+%]|\b(to|cuda|device)\([^\n]*(rank|index|device_id)"
-    r"|current_device|accelerator\(|deepspeed\.|lightning|fabric\(|CUDA_VISIBLE|device_?mesh"
-)
+_CHOOSES = pattern("chooses")
 _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
-_EARLY = re.compile(  # an optimizer, and then in the same block what shards its model
-    r"(?m)^( *?) *([\w.]+) = (([\w.]+)\(.*?(?<![\w.])([\w.]+)\.parameters\(.*\))\n(?=((?:\1.*\n|\n)*?)"
-    r"\1(?:[\w.]+ = )?[\w.]*(?:fully_shard|FullyShardedDataParallel)\((?:module=)?\5\b"
-    r"(?!.*use_orig_params=(?!False)))"
-)
+_EARLY = pattern("early")
 _SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
-_OF_ONE = re.compile(
-    r"(?i)rank|gpu|device|(?<!__)main|master|process|primary|leader|chief|zero|local|first|__file__"
-)
+_OF_ONE = pattern("of_one")
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
-_ON_GPU_0 = re.compile(
-    r"(?m)^[^#\n]*?((?:\.(?:to|cuda|set_device)\(|\bdevice(?: *= *|\())(?:device=)?[\"']?(?:cuda:)?0[\"']?)"
-    r"(?=\)| if|\s*$)"
-)
+_ON_GPU_0 = pattern("on_gpu_0")
 _TRAINED = re.compile(r"([\w.]+) = [\w.]+\(([\w.]+)\.parameters\(\)")
 _HELD_OUT = re.compile("(?i)val|test|dev")
 _FIXED_ORDER = re.compile("(?i)val|test|dev|shuffle=(?!True)")
@@ -67,7 +53,8 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     loads, program = re.search(r"\bDataLoader\(", document.text), ast.unparse(tree_of(document))
     engine = own == {"deepspeed.initialize"} and distributed(setup)
     map_style = _MAP_STYLE.search(program)
-    wraps = not own and _WRAPS.search(program) and map_style and setup.world_size != 1
+    alone = own or not _WRAPS.search(program) or setup.world_size == 1
+    wraps = not alone and map_style
     used = re.sub(r"^\s*((from|import)\b|[\w.]*rank = ).*$", "", program, flags=re.MULTILINE)
     divided = _DIVIDED.search(used) or _of_a_library(document)
     for name in (
@@ -77,11 +64,37 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"`{name}` is made, and no DataLoader gets it: every process trains on all rows"
             at = document.text.index(f"{name} = ")
             yield Hit((), what, f"DataLoader(..., sampler={name})", line=line_at(document.text, at))
-    if loads and (engine or wraps) and not (divided or _ROWS_BY_RANK.search(used)):
+    known, nodes = values_of(document), [one.number(name) for one in setup.documents for name in _NODES]
+    several = max(filter(None, nodes), default=1 if setup.launched else 2) > 1
+    for call in calls(document, "DistributedSampler") if several else ():
+        given = [one.value for one in call.keywords if one.arg == "rank"]
+        said = " ".join(ast.unparse(one) for node in given for one in (node, known.meant(node)))
+        if "local" in said.lower() and not _GLOBAL.search(said):
+            what = "local ranks are the same on each node: with several nodes, some processes train on the "
+            what += "same rows, and other rows are never seen"
+            yield Hit((), what, "rank=torch.distributed.get_rank()", line=call.lineno)
+    undivided = not (divided or _ROWS_BY_RANK.search(used))
+    if undivided and not alone and (seed := _same_draws(document)):
+        what = f"`{ast.unparse(seed)}` is the same in every process: all draw the same batches"
+        yield Hit((), what, "add the rank to the seed of what draws batches", line=seed.lineno)
+    if loads and (engine or wraps) and undivided:
         what = "nothing here divides the rows: every process trains on all of them"
         fix = "DataLoader(..., sampler=DistributedSampler(rows))"
         fix += ", or training_data= in deepspeed.initialize" if own else ", without shuffle=True"
         yield Hit((), what, fix, line=line_at(document.text, loads.start()))
+
+
+def _same_draws(document: Document) -> ast.Call | None:
+    """The seed, a number, of what draws the batches of a loop by chance."""
+    known, program = values_of(document), tree_of(document)
+    seeds = [one for one in calls(document, "manual_seed", "seed", "set_seed", "default_rng") if one.args]
+    fixed = [one for one in seeds if isinstance(known.meant(one.args[0]), ast.Constant)]
+    loops = [one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)]
+    draws = [call for loop in loops if ".backward(" in ast.unparse(loop) for call in within(*loop.body)]
+    by = [known.meant(one.value) for call in draws for one in call.keywords if one.arg == "generator"]
+    own = [one for one in fixed if one in by]
+    plain = not by and len(fixed) == len(seeds) and any(_DRAWS.search(ast.unparse(one.func)) for one in draws)
+    return next(iter(own or fixed * plain), None)
 
 
 @loop_rule("warning", "torch/utils/data/distributed.py: DistributedSampler.__iter__: seed + epoch")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit, loop_rule
+from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
-from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of
+from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
 from shardwise.lint.schema import names
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -17,6 +17,10 @@ from shardwise.lint.setup import Setup
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
+_GENERATORS = re.compile(r"(?m)^ *([\w.]+) = (?:filter\(.*, )?[\w.]+\.parameters\(\)\)?$")
+_FIXED = re.compile(r"(?i)\bema_|_ema\b|teacher|\bref_")  # weights that no optimizer changes
+_LOGS = re.compile(r"\+= .*\b(detach|item)\(\)")  # of a sum that is shown, and has no gradients
+_OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
@@ -34,7 +38,8 @@ class _Loop(NamedTuple):
     runs: list[_Run]
     text: str  # of the loop, without what it logs of the loss later
     backward: ast.Call
-    every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`
+    every: ast.expr | None  # `8` of `if i % 8 == 0: optimizer.step()`, and of `for micro in range(8)`
+    micro: set[ast.AST]  # what stands in the latter: a loop without the step
 
 
 def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
@@ -54,7 +59,7 @@ def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
             for run in _runs([part], known):
                 yield run._replace(tests=(*tests, *taken, *run.tests))
         left = isinstance(one, ast.If) and isinstance(one.body[-1], ast.Continue | ast.Return)
-        tests += own if left else ()
+        tests += other if left else ()
 
 
 def _loops(document: Document) -> Iterator[_Loop]:
@@ -69,12 +74,32 @@ def _loops(document: Document) -> Iterator[_Loop]:
             before = {run.call: run.tests for run in runs}[backward]
             waits = (test for test in steps[0].tests if test not in before)
             every = next((mod for test in waits for mod in _moduli(test)), None)
+            inner = _micro(loop, backward, [run.call for run in steps])
+            if inner and not every:
+                every = _count(inner, known)
             before_it, _, later = ast.unparse(loop).partition(".backward(")
-            text = "\n".join([before_it, *re.findall(r".*(?:grad|scale|backward\().*", later)])
-            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every)))
+            before_it = ast.unparse(inner).partition(".backward(")[0] if inner else before_it
+            rows = [*before_it.splitlines(), *re.findall(r".*(?:grad|scale|backward\().*", later)]
+            text = "\n".join(row for row in rows if not _LOGS.search(row))
+            micro = {*ast.walk(inner)} if inner else set[ast.AST]()
+            found.append(({run.call for run in runs}, _Loop(runs, text, backward, every, micro)))
     for inside, one in found:
         if not any(other < inside for other, _ in found):
             yield one
+
+
+def _micro(loop: ast.For | ast.While, backward: ast.AST, steps: Sequence[ast.AST]) -> ast.For | None:
+    """The loop of the micro-batches of one step: in `loop`, with `backward`, and without the step."""
+    held = {one: {*ast.walk(one)} for one in ast.walk(loop) if isinstance(one, ast.For) and one is not loop}
+    return next((one for one in held if backward in held[one] and not held[one] & {*steps}), None)
+
+
+def _count(micro: ast.For, known: Values) -> ast.expr | None:
+    """`8` of `range(8)`; None for 1, and where the loop goes over something else than micro-batches."""
+    match micro.iter:
+        case ast.Call(func=ast.Name(id="range"), args=[count] | [ast.Constant(value=0), count]):
+            return count if _OF_MICRO.search(ast.unparse(micro)) and known.value(count) != 1 else None
+    return None
 
 
 def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
@@ -90,16 +115,15 @@ def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
             continue
         rows = known.meant(loop.iter) if isinstance(loop, ast.For) else ast.Constant(None)
         loaders = [ast.unparse(one) for one in ast.walk(rows) if isinstance(one, ast.Name | ast.Attribute)]
-        steps = [
-            one
-            for one in map(stepped, runs)
-            if "optim" in one.lower() and not is_optimizer(made.get(one, ""))
-        ]
+        steps = [one for one in map(stepped, runs) if "optim" in one.lower()]
+        steps = [one for one in steps if not is_optimizer(made.get(one, ""))]
         loads = [one for one in loaders if "load" in one.lower() and "DataLoader(" not in ast.unparse(rows)]
-        unknown = (
-            one for one in (*steps, *loads) if not re.search(_MAKES.format(re.escape(one)), document.text)
-        )
+        text, signs = document.text, {one: _MAKES.format(re.escape(one)) for one in (*steps, *loads)}
+        unknown = (one for one, sign in signs.items() if not re.search(sign, text))
         open_ = [f"{one}()" for one in (*said, *loaders) if one in kept]
+        over = ast.unparse(loop.iter) if isinstance(loop, ast.For) else "range("
+        if _OF_MICRO.match(ast.unparse(loop)) and "range(" not in over and "step" not in said:
+            open_.append(f"the number of micro-batches in {over}")
         open_ += [f"{made[one]}()" if one in made else one for one in unknown]
         if open_:
             yield loop.lineno, [*dict.fromkeys(open_)]
@@ -139,14 +163,16 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
             last = next((one for one in reversed(since) if one in clears or one in computed), run)
             always = {*computed[-1].tests} if computed else {*run.tests}
             often = [one for one in clears if {*one.tests} <= always]
+            often = [one for one in often if one.call in loop.micro] if loop.micro else often
             if computed and last in clears and {*last.tests} <= {*run.tests}:
-                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`: "
-                what += "the step "
-                yield Hit((), f"{what}has no gradients", "zero_grad after the step", line=last.call.lineno)
-            elif often and loop.every is not None and {*run.tests} - always:
+                what = f"`{ast.unparse(last.call)}` is between backward and `{ast.unparse(run.call)}`"
+                what += ": the step has no gradients"
+                yield Hit((), what, "zero_grad after the step", line=last.call.lineno)
+            elif often and loop.every is not None and (loop.micro or {*run.tests} - always):
                 count = ast.unparse(loop.every).removeprefix("self.")
                 what = f"it clears the gradients at every micro-batch: the step uses the last of {count}"
-                yield Hit((), what, "zero_grad after the step, in its branch", line=often[0].call.lineno)
+                place = "before the loop of micro-batches" if loop.micro else "after the step, in its branch"
+                yield Hit((), what, f"zero_grad {place}", line=often[0].call.lineno)
 
 
 def _clears(call: ast.Call, optimizer: str) -> bool:
@@ -163,6 +189,7 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
         for run in loop.runs:
             name = stepped(run.call)
             often = not any([*_moduli(test)] for test in run.tests)
+            often = run.call in loop.micro if loop.micro else often
             made = given.get(name) if "sched" in name.lower() else None
             open_ = often and any(isinstance(test, ast.Name | ast.Attribute) for test in run.tests)
             if not isinstance(made, ast.Call) or loop.every is None or open_:
@@ -181,9 +208,8 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
     for call in calls(document, "step"):
         place, name = around(tree_of(document), call), stepped(call)
         made = given.get(name) if "sched" in name.lower() else None
-        inner = [
-            one for one in ast.walk(place) if isinstance(one, ast.For) and ".backward(" in ast.unparse(one)
-        ]
+        inner = [one for one in ast.walk(place) if isinstance(one, ast.For)]
+        inner = [one for one in inner if ".backward(" in ast.unparse(one)]
         loads = {one.id for loop in inner for one in ast.walk(loop.iter) if isinstance(one, ast.Name)}
         texts = " ".join(_followed(made, given)) if isinstance(made, ast.Call) else ""
         if place not in inner[-1:] and any(re.search(rf"(?<!/ )\blen\({one}\)", texts) for one in loads):
@@ -206,20 +232,18 @@ def eval_mode_stays(document: Document, _: Setup) -> Iterator[Hit]:
     """A loop that trains also calls `eval()`, and nothing in it calls `train()`: dropout stays off."""
     known = values_of(document)
     loops = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.For | ast.While)]
-    called = {
-        loop: {ast.unparse(run.call.func).rpartition(".")[2]: run.call for run in _runs(loop.body, known)}
-        for loop in loops
-    }
+    ran = {loop: [run.call for run in _runs(loop.body, known)] for loop in loops}
+    called = {loop: {ast.unparse(one.func).rpartition(".")[2]: one for one in ran[loop]} for loop in loops}
     for loop, last in called.items():
-        if {"backward", "step", "eval"} <= last.keys() and "train" not in last and not last["eval"].args:
-            model = ast.unparse(last["eval"].func).removesuffix(".eval")
+        plain = "eval" in last and not last["eval"].args
+        model = ast.unparse(last["eval"].func).removesuffix(".eval") if plain else "ema_model"
+        if {"backward", "step"} <= last.keys() and "train" not in last and not _FIXED.search(model):
             around_it = any("train" in called[one] and loop in ast.walk(one) for one in loops)
             how_long = "the rest of the epoch" if around_it else "the next epochs"
             what = f"eval mode stays on for {how_long}: nothing in this loop calls `train()`"
-            fix = (
-                f"{model}.train() {'after the evaluation' if around_it else 'at the beginning of each epoch'}"
-            )
-            yield Hit((), what, fix, line=last["eval"].lineno if around_it else loop.lineno)
+            place = "after the evaluation" if around_it else "at the beginning of each epoch"
+            at = last["eval"] if around_it else loop
+            yield Hit((), what, f"{model}.train() {place}", line=at.lineno)
             return
 
 
@@ -228,9 +252,8 @@ def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
     """A sum of losses keeps the graph of each step: memory grows with every step."""
     for loop in _loops(document):
         given = ast.unparse(loop.backward.args[0] if loop.backward.args else loop.backward.func)
-        loss = re.escape(
-            re.sub(r"^\w*scaler\.scale\((.*)\)\.|\.backward$", r"\1", given).removesuffix("backward")
-        )
+        scaled = re.sub(r"^\w*scaler\.scale\((.*)\)\.|\.backward$", r"\1", given)
+        loss = re.escape(scaled.removesuffix("backward"))
         place = around(tree_of(document), loop.backward)
         for one in (one for one in ast.walk(place) if isinstance(one, ast.AugAssign)):
             total, text = ast.unparse(one.target), ast.unparse(place)
@@ -254,9 +277,24 @@ def saved_state_is_not_loaded(document: Document, _: Setup) -> Iterator[Hit]:
         lost = [key for key, value in saved.items() if _STATE.search(value) and key not in read]
         if read and lost and re.search("epoch|step|iter", " ".join(read)):
             what = f"{' and '.join(lost)} is saved, and never loaded where the training goes on"
-            yield Hit(
-                (),
-                what,
-                f"{saved[lost[0]].replace('state_dict()', 'load_state_dict(...)')}",
-                line=call.lineno,
+            fix = saved[lost[0]].replace("state_dict()", "load_state_dict(...)")
+            yield Hit((), what, fix, line=call.lineno)
+
+
+@training_rule("error", "torch/nn/modules/module.py: parameters is a generator")
+def parameters_are_used_up(document: Document, _: Setup) -> Iterator[Hit]:
+    """`parameters()` can be read once: what reads it after the optimizer gets none."""
+    program = tree_of(document)
+    made = {*_GENERATORS.findall(ast.unparse(program))}
+    given = (one for one in ast.walk(program) if isinstance(one, ast.Assign))
+    sets = [(ast.unparse(one.targets[0]), one.lineno) for one in given]
+    reads = [one for one in within(program) if one.args and ast.unparse(one.args[0]) in made]
+    read = {ast.unparse(one.args[0]): one.lineno for one in reads if is_optimizer(ast.unparse(one.func))}
+    for call in (one for one in reads if ast.unparse(one.func).endswith("clip_grad_norm_")):
+        name, before = (said := ast.unparse(call.args[0])), read.get(said, call.lineno)
+        if call.lineno > before and not any(before < n < call.lineno for to, n in sets if to == name):
+            what = (
+                f"`{name}` is a generator, which the optimizer of line {document.at(read[name])} has read: "
             )
+            fix = f"clip_grad_norm_(model.parameters(), ...), or list(...) where {name} is made"
+            yield Hit((), f"{what}nothing is clipped", fix, line=call.lineno)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from os.path import relpath
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -15,40 +16,46 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of
-from shardwise.lint.schema import names, table
+from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
 
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
-_NOW = {"transformers": "5.23", "trl": "1.16"}
+_NOW = {"transformers": "5.23", "trl": "1.16", "peft": "0.21"}
 _N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
 _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
-_PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`
-    rf"(?<![\w.-])(transformers|trl)(?:\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*{_BOUND})+)"
+_PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
+    rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
+_MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _REMOVED: dict[str, str] = table("removed_imports")
-_ASKS = re.compile(  # which version is installed
-    r"signature\(|getfullargspec\(|hasattr\(\w*(Trainer|Config|Arguments|trl|transformers)\b|"
-    r"dataclass_fields|\bfields\(|__version__|version\(|is_\w+_(available|version)\("
-)
+_GONE = names("gone_from_transformers")
+_ASKS = pattern("asks")  # which version is installed
 
 
-def _older(document: Document, setup: Setup) -> bool:
-    """Whether an earlier version of transformers or TRL is installed here, or a file asks for one."""
-    try:
+def _older(document: Document, setup: Setup, package: str = "transformers") -> str:
+    """What asks for an earlier version of a package or of its time, in words; empty if nothing does."""
+    installed = ""
+    with suppress(PackageNotFoundError):
         installed = version("transformers")
-    except PackageNotFoundError:
-        installed = ""
-    files = [Path(document.name).absolute().parent / name for name in names("requirements")]
-    texts = [document.text, *(one.text for one in setup.documents if one.syntax == "shell")]
-    for one in filter(is_file, files):
-        with suppress(OSError):
-            texts.append(read_bounded(one, 100_000).decode(errors="replace"))
-    pins = ((package, re.findall(_BOUND, pin)) for package, pin in _PINS.findall(" ".join(texts)))
-    bounds = ((package, re.sub("[\"']", "", one)) for package, found in pins for one in found)
-    earlier = (_NOW[package] not in SpecifierSet(bound) for package, bound in bounds if bound[0] not in ">!")
-    return installed.startswith(("3.", "4.")) or any(earlier)
+    mine = (one for one in setup.documents if one.syntax in ("shell", "text"))
+    texts, found = {one.name: one.text for one in (document, *mine)}, dict[str, str]()
+    if installed.startswith(("3.", "4.")):
+        found["transformers"] = f"transformers {installed} is installed here"
+    for folder in Path(document.name).absolute().parents[:4]:
+        for path in (one for name in names("requirements") for one in folder.glob(name) if is_file(one)):
+            with suppress(OSError):
+                texts.setdefault(relpath(path), read_bounded(path, 100_000).decode(errors="replace"))
+        if (folder / ".git").exists():
+            break
+    for name, text in texts.items():
+        listed = text if name == document.name else _MAJOR.sub(r"\1==\2.*", text)
+        for one, pin in _PINS.findall(listed):
+            bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
+            if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
+                found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
+    return found.get(package) or found.get("transformers") or found.get("trl", "")
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -68,7 +75,9 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
-    lines, older = first_imports(document), _older(document, setup)
+    lines = first_imports(document)
+    classes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    classes = [one for one in classes if "def __init__(" not in ast.unparse(one)]  # which takes what it wants
     unsloth, trl = lines.get("unsloth"), lines.get("trl")
     moves = unsloth and (trl is None or unsloth < trl)  # Unsloth's own classes of TRL take them
     maybe = re.search(r"(?m)^\s*(from|import) unsloth\b", setup.scripts)
@@ -77,25 +86,27 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         if of_trl and moves:
             continue
         package = "TRL 1.16" if of_trl else "transformers 5.23"
+        older = _older(document, setup, "trl" if of_trl else "transformers")
         every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
-        ways = {called, f"trl.{called}", f"transformers.{called}"} & document.uses
-        for call in calls(document, called):
+        bases = {called, f"trl.{called}", f"transformers.{called}"}
+        own = {one.name for one in classes if bases & {*map(ast.unparse, one.bases)}}
+        ways = (bases | own) & document.uses
+        for call in calls(document, called, *own):
             by = ast.unparse(call.func)
             given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
             found = [old for old in now if (old,) in given]
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
-                what += f" from {package} on" * older
+                what += f" from {package} on; {older}" if older else ""
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
                 renamed = [old for old in found if now[old].isidentifier()]
                 written = {one.arg: one.lineno for one in call.keywords}
                 sure = [one for one in found if one in written or given[one,][1] != UNKNOWN]
                 changes = tuple(Rename((old,), now[old], written[old]) for old in renamed if old in written)
                 first, fix = (sure or found)[0], f"{fix}; or an earlier version"
-                severity: Severity | None = None
-                severity = "warning" if not sure or older or (of_trl and maybe) else None
+                severity: Severity | None = "warning" if not sure or older or (of_trl and maybe) else None
                 yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
@@ -109,24 +120,36 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
     trl = table("removed_arguments")["SFTConfig"] if re.search(r"TrlParser\(.*SFTConfig", text) else ""
+    older = _older(document, setup) if keys else ""
     for word in (*names("removed_from_TrainingArguments"), *trl.split()):
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
             what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
+            what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
-            yield Hit((old,), what, f"{new}, or an earlier version" if new else "remove it", changes)
+            fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
+            yield Hit((old,), what, fix, changes)
 
 
 @training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
-def import_was_removed(document: Document, _: Setup) -> Iterator[Hit]:
+def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
     for node in ast.walk(tree_of(document)):
         if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
             continue
         package = str(node.module).partition(".")[0]
+        fork = rf"sys\.path\.\w+\([^\n]*\b{re.escape(package)}\b"
+        above = Path(document.name).absolute().parents[:3]
+        copies = [one / part / package / "__init__.py" for one in above for part in ("", "src")]
+        if re.search(fork, document.text) or any(map(is_file, copies)):
+            continue  # a copy of its own
         for alias in node.names:
-            now = _REMOVED.get(f"{package}.{alias.name}")
-            if now and not _asks_first(document, node.lineno, alias.name):
-                what = f"{package} has no `{alias.name}` any more: ImportError"
-                yield Hit((), what, now, line=node.lineno)
+            now = _REMOVED.get(f"{package}.{alias.name}", "nothing: remove it")
+            gone = f"{package}.{alias.name}" in _REMOVED
+            gone |= package == "transformers" and any(re.fullmatch(one, alias.name) for one in _GONE)
+            if gone and not _asks_first(document, node.lineno, alias.name):
+                older = _older(document, setup, package)
+                what = f"{package} has no `{alias.name}`, which earlier versions had: ImportError"
+                what += f" from {package} {_NOW[package]} on; {older}" if older else ""
+                yield Hit((), what, f"{alias.name} -> {now}", line=node.lineno)

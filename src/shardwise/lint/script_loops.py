@@ -1,0 +1,58 @@
+"""What the loops of a script count: epochs, steps, micro-batches, and how often they save and evaluate."""
+
+import ast
+import re
+
+from shardwise.lint.schema import toml_file
+from shardwise.lint.script_inputs import name_of
+from shardwise.lint.script_names import Said
+from shardwise.lint.script_sums import UNKNOWN
+from shardwise.lint.script_values import Values
+
+_ENGINE_STEPS = re.compile(toml_file("foreign.toml")["row_words"]["engine_steps"])
+_DOES = {name: re.compile(words) for name, words in toml_file("foreign.toml")["does"].items()}
+
+
+def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said:
+    """`for epoch in range(3)`; and, for a job, a loop over steps, or over the micro-batches of one."""
+    said, text = Said(), ast.unparse(loop)
+    if of_a_job and _ENGINE_STEPS.match(text):
+        said["engine.step()",] = loop.lineno, True
+    if of_a_job and ".backward(" in text:
+        said |= _conditions(loop, known)
+    if isinstance(loop, ast.While):
+        return said
+    calls = (one for one in ast.walk(known.meant(loop.iter)) if isinstance(one, ast.Call))
+    counts = next((one.args for one in calls if name_of(one.func) == "range" and one.args), [])
+    if not counts:
+        return said
+    key, end = "", counts[min(1, len(counts) - 1)]
+    inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
+    text = "".join(map(ast.unparse, loop.body))
+    if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
+        key = "range(epochs)"
+    elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
+        key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]
+    elif ".backward(" in text:
+        key = "range(steps)" if ".step()" in text else "accumulation"
+    if len(counts) == 2 and known.value(counts[0]) == 1:
+        end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
+    return said | (known.entries(end, (key,)) if key == "range(epochs)" or (key and of_a_job) else {})
+
+
+def _conditions(loop: ast.For | ast.While, known: Values) -> Said:
+    """How often a loop saves and evaluates; not known where it counts batches, several of a step."""
+    said, parts, batch = Said(), [*ast.walk(loop)], ""
+    inner = {part for one in parts[1:] if isinstance(one, ast.For | ast.While) for part in ast.walk(one)}
+    if isinstance(loop, ast.For) and "enumerate(" in ast.unparse(loop.iter) and "accum" in ast.unparse(loop):
+        batch = ast.unparse(loop.target)
+    for part in parts:
+        if isinstance(part, ast.If) and part not in inner and known.runs(part):
+            sums = [one for one in ast.walk(part.test) if isinstance(one, ast.BinOp)]
+            text = "\n".join(map(ast.unparse, part.body))  # a condition further inside counts more
+            for one in [one for one in sums if isinstance(one.op, ast.Mod)][:1]:
+                micro = re.search(rf"\b{ast.unparse(one.left)}\b", batch)
+                for key in (key for key, does in _DOES.items() if does.search(text)):
+                    every = known.entries(one.right, (key,), part.lineno)
+                    said |= {(key,): (part.lineno, UNKNOWN)} if micro else every
+    return said
