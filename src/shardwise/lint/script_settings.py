@@ -82,7 +82,7 @@ class Settings:
             self.values[_DDP] = True  # the branch is that of several processes
         scratch = self.rows.scratch() if calls and ("model_name_or_path",) not in self.marks else {}
         self._put(scratch)
-        if not scratch and not any("token" in str(name).lower() for _, name in self.tokenizer.values()):
+        if not calls and not any("token" in str(name).lower() for _, name in self.tokenizer.values()):
             self._put(self.tokenizer)
         if calls:
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
@@ -228,6 +228,9 @@ class Settings:
 
     def _of_a_job(self, call: ast.Call, last: str, said: Said) -> None:
         """Of the calls whose arguments are settings `call.argument`."""
+        named = said.get(("pretrained",), (0, None))  # of any library's class of models
+        if isinstance(named[1], str) and named[1] != UNKNOWN and "Tokenizer" not in last:
+            self._put({("model_name_or_path",): named})
         last = "DataModule" if last.endswith("DataModule") else last
         last = "apply_activation_checkpointing" if re.match(r"apply_\w*checkpointing$", last) else last
         flat = {key[0] for key in said}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.lint.document import AUTO, Document
+from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
@@ -19,6 +19,7 @@ _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|ma
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
+_OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
@@ -43,6 +44,11 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     tools = [*(tool for tool in also if also[tool]), *tools, "any"]
+    for key, words in _OTHERS.items() if "loop" in tools else ():
+        named = ((one, words.search(one.text)) for one in scripts if key not in given)
+        for one, name in [(one, name) for one, name in named if name][:1]:
+            said.append(f"to do: {one.name}:{line_at(one.text, name.start(1))}: {name[1]}: write {key}")
+            given = given | {key}
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()

@@ -1,0 +1,176 @@
+"""What a walker found who had read only the README: branches, packages, prompts, splits, notebooks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foreign_files import Case, check_case
+
+CASES: dict[str, Case] = {}
+
+BRANCHES = """\
+import argparse
+from coati.models.bloom import BLOOMLM
+from coati.models.gpt import GPTLM
+from coati.trainer import SFTTrainer
+from coati.dataset import ITDataset, SFTDataset
+from torch.optim import Adam
+from torch.utils.data import DataLoader
+from transformers import BloomTokenizerFast
+from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
+from colossalai.nn.optimizer import HybridAdam
+
+def train(args):
+    if args.model == 'bloom':
+        model = BLOOMLM(pretrained=args.pretrain)
+    elif args.model == 'gpt2':
+        model = GPTLM(pretrained='gpt2')
+    if args.model == 'gpt2':
+        tokenizer = GPT2Tokenizer.from_pretrained('gpt2')
+    elif args.model == 'bloom':
+        tokenizer = BloomTokenizerFast.from_pretrained(args.pretrain)
+    for name, param in model.named_parameters():
+        sub_module = model.get_submodule(name)
+        setattr(sub_module, name.split('.')[-1], param)
+    if args.strategy.startswith('colossalai'):
+        optim = HybridAdam(model.parameters(), lr=args.lr, weight_decay=1e-5, clipping_norm=1.0)
+    else:
+        optim = Adam(model.parameters(), lr=args.lr)
+    if args.it:
+        rows = ITDataset(tokenizer, args.max_len)
+    else:
+        rows = SFTDataset(tokenizer, args.max_len, data_path=args.data_path)
+    loader = DataLoader(rows, batch_size=args.batch_size)
+    trainer = SFTTrainer(model, optim, loader, max_epochs=args.max_epochs, accumulation=args.accumulation)
+    trainer.fit()
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--strategy', default='colossalai_zero2')
+    parser.add_argument('--model', default='bloom')
+    parser.add_argument('--pretrain', type=str, default=None)
+    parser.add_argument('--data_path', type=str, default=None)
+    parser.add_argument('--max_epochs', type=int, default=1)
+    parser.add_argument('--batch_size', type=int, default=4)
+    parser.add_argument('--max_len', type=int, default=512)
+    parser.add_argument('--lr', type=float, default=5e-6)
+    parser.add_argument('--accumulation', type=int, default=8)
+    parser.add_argument('--it', action='store_true')
+    train(parser.parse_args())
+"""
+OWN_TRAINER = """\
+from abc import ABC
+from transformers.trainer import get_scheduler
+from colossalai.utils.common import clip_grad_norm
+
+class SFTTrainer(ABC):
+    def __init__(self, model, optim, loader, max_epochs: int = 2, accumulation: int = 8):
+        self.model, self.optim, self.loader = model, optim, loader
+        self.epochs = max_epochs
+        self.accumulation = accumulation
+        self.scheduler = get_scheduler('cosine', optim, num_warmup_steps=0, num_training_steps=len(loader))
+
+    def fit(self):
+        for epoch in range(self.epochs):
+            for at, batch in enumerate(self.loader):
+                loss = self.model(**batch).loss / self.accumulation
+                loss.backward()
+                if (at + 1) % self.accumulation == 0:
+                    clip_grad_norm(self.model.parameters(), 1.0)
+                    self.optim.step()
+                    self.scheduler.step()
+                    self.optim.zero_grad()
+"""
+OWN_ROWS = """\
+from datasets import load_dataset
+from torch.utils.data import Dataset
+
+def chats(rows, tokenizer, max_length: int = 512):
+    return [tokenizer(row['text'], max_length=max_length, truncation=True) for row in rows]
+
+def belle(path, tokenizer, max_length: int = 512):
+    return chats(load_dataset(path, split='train'), tokenizer, max_length)
+
+class ITDataset(Dataset):
+    def __init__(self, tokenizer, max_length: int = 512):
+        self.rows = belle('BelleGroup/train_2M_CN', tokenizer, max_length)
+
+class SFTDataset(Dataset):
+    def __init__(self, tokenizer, max_length: int = 512, data_path=None):
+        self.rows = chats(jload(data_path), tokenizer, max_length)
+"""
+COMMAND = """\
+torchrun --standalone --nproc_per_node=4 train_sft.py --pretrain bigscience/bloom-1b7 --model bloom \\
+    --data_path rows.json --batch_size 3 --accumulation 10 --lr 2e-5 --max_len 1024 --max_epochs 3
+"""
+LOOP = """\
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+from mylib import build, {imports}
+
+tokenizer = AutoTokenizer.from_pretrained('gpt2')
+model = build()
+optim = {optim}
+for epoch in range(3):
+    for batch in DataLoader(rows, batch_size=8):
+        model(**batch).loss.backward()
+        {clip}
+        optim.step()
+        optim.zero_grad()
+"""
+CASES |= {
+    "a package's trainer, its branches and its rows": (
+        {"train.sh": COMMAND, "train_sft.py": BRANCHES, "sft.py": OWN_TRAINER, "sft_dataset.py": OWN_ROWS},
+        {
+            "model.source": "bigscience/bloom-1b7",
+            "data.train": "rows.json",
+            "data.sequence_length": 1024,
+            "optimizer.learning_rate": 2e-5,
+            "optimizer.weight_decay": 1e-5,
+            "optimizer.clip_norm": 1,
+            "optimizer.schedule": "cosine",
+            "train.epochs": 3,
+            "train.micro_batch": 3,
+            "train.global_batch": 120,
+        },
+        (),
+        ("gpt2", "could not be read", "BelleGroup", "clip_norm=0", "conflict"),
+    ),
+    "a tokenizer names no model": (
+        {
+            "a.py": LOOP.format(
+                imports="clip_by_global_norm",
+                optim="torch.optim.AdamW(model.parameters(), lr=1e-4)",
+                clip="clip_by_global_norm(model, 0.5)",
+            )
+        },
+        {"model.source": "fill-in-the-model", "optimizer.clip_norm": None},
+        (
+            "to do: a.py:12: clip_by_global_norm(: write optimizer.clip_norm",
+            "to do: model.source: no file says it",
+        ),
+        ("clip_norm=0",),
+    ),
+    "arguments of an optimizer that is not PyTorch's": (
+        {
+            "b.py": LOOP.format(
+                imports="CPUAdam",
+                optim="CPUAdam(model.parameters(), lr=1e-4, weight_decay=0.2, max_grad_clip=2.0)",
+                clip="pass",
+            )
+        },
+        {"optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "optimizer.learning_rate": 1e-4},
+        ("write optimizer.clip_norm",),
+        ("clip_norm=0", "weight_decay=0.01"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_set_of_files_is_read_as_it_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_case(CASES[name], tmp_path, monkeypatch)
