@@ -21,7 +21,7 @@ _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no ch
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
-_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _ = map(
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _, _MAKES = map(
     re.compile, toml_file("foreign.toml")["row_words"].values()
 )
 _OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
@@ -91,6 +91,16 @@ class Rows:
             used = joined and not isinstance(statement, ast.Expr | ast.ClassDef) and self._known.runs(one)
             if used and not _NO_TEXT.search(text) and "{%" not in text and ".generate(" not in around:
                 return _by("text", function, str(one.value))
+        for call in (one for one in self._nodes if isinstance(one, ast.Call) and one not in after):
+            given, statement = [*call.args, *(one.value for one in call.keywords)], flow.statement(call)
+            rows = any(
+                isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant) for one in given
+            )
+            made = isinstance(statement, ast.Assign | ast.Return) and self._known.runs(call)
+            if rows and made and _MAKES.search(name_of(call.func)):  # of a file that is not named, too
+                function = next((s for s in flow.scopes(call) if isinstance(s, ast.FunctionDef)), statement)
+                if ".generate(" not in unparsed(function):
+                    return _by("text", function, unparsed(call))
         return {}
 
     def scratch(self) -> Said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,142 @@ CASES |= {
         {"optimizer.weight_decay": 0.2, "optimizer.clip_norm": None, "optimizer.learning_rate": 1e-4},
         ("write optimizer.clip_norm",),
         ("clip_norm=0", "weight_decay=0.01"),
+    ),
+}
+
+AXOLOTL = (
+    "base_model: {}\nmicro_batch_size: 1\nlearning_rate: 0.0002\ndatasets:\n  - path: c/d\n    type: {}\n"
+)
+SENTENCE = "the job's template has no sentence above the first instruction"
+CASES |= {
+    "Axolotl's alpaca": (
+        {
+            "a.yml": AXOLOTL.format("mistralai/Mistral-7B-v0.1", "alpaca")
+            + "special_tokens:\n  eos_token: </s>\n"
+        },
+        {"data.format": "alpaca", "data.chat_template": "alpaca"},
+        (f"changed: a.yml:6: datasets.0.type: alpaca: {SENTENCE}",),
+        ("eos_token",),
+    ),
+    "two of Axolotl's alpaca": (
+        {
+            "a.yml": AXOLOTL.format("a/b", "alpaca")
+            + "  - path: e/f\n    type: alpaca\nchat_template: chatml\nspecial_tokens:\n  eos_token: </s>\n"
+        },
+        {"data.format": "alpaca", "data.chat_template": "alpaca"},
+        (SENTENCE, "eos_token"),
+        ("conflict",),
+    ),
+    "another of Axolotl's types": (
+        {"a.yml": AXOLOTL.format("a/b", "alpaca_w_system.load_open_orca")},
+        {"data.format": None, "data.chat_template": None},
+        (
+            "to do: a.yml: datasets.0.type (line 6) `alpaca_w_system.load_open_orca`: prepare the rows",
+            "data.chat_template",
+        ),
+        (),
+    ),
+    "oasst": (
+        {"a.yml": AXOLOTL.format("a/b", "oasst")},
+        {"data.format": None},
+        ("to do: a.yml: datasets.0.type (line 6) `oasst`: prepare the rows in a shape of data.format",),
+        ("left out: a.yml: datasets.0.type",),
+    ),
+    "sharegpt without a template": (
+        {"a.yml": AXOLOTL.format("a/b-Instruct", "sharegpt")},
+        {"data.format": "sharegpt"},
+        ("to do: datasets.0.type: sharegpt: no file names a template", "write data.chat_template"),
+        (),
+    ),
+    "a base model's template": (
+        {"a.yml": AXOLOTL.format("mistralai/Mistral-7B-v0.1", "chat_template")},
+        {},
+        ("to do: datasets.0.type: chat_template: no file names a template", "write data.chat_template"),
+        (),
+    ),
+    "a template that is named": (
+        {"a.yml": AXOLOTL.format("a/b", "chat_template") + "chat_template: chatml\n"},
+        {"data.chat_template": "chatml"},
+        (),
+        ("no file names a template",),
+    ),
+    "an instructed model's template": (
+        {"a.yml": AXOLOTL.format("a/b-Instruct", "chat_template")},
+        {},
+        (),
+        ("no file names a template",),
+    ),
+}
+
+PROMPTER = """\
+import json, os
+
+class Prompter(object):
+    def __init__(self, template_name: str = ""):
+        with open(os.path.join("templates", f"{template_name or 'alpaca'}.json")) as file:
+            self.template = json.load(file)
+
+    def generate_prompt(self, instruction, label=None):
+        return self.template["prompt_no_input"].format(instruction=instruction) + (label or "")
+"""
+TEMPLATE = json.dumps(
+    {
+        "prompt_no_input": "Below is an instruction that describes a task.\n\n{instruction}",
+        "response_split": "x",
+    }
+)
+MAPPED = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from datasets import load_dataset
+from utils.prompter import Prompter
+
+prompter = Prompter("alpaca")
+model = AutoModelForCausalLM.from_pretrained("a/b")
+
+def tokenise(row):
+    text = prompter.generate_prompt(row["instruction"], row["output"])
+    return tokenizer(text, truncation=True, max_length=512)
+
+rows = load_dataset("c/d")["train"].map(tokenise)
+Trainer(model=model, args=TrainingArguments(output_dir="o"), train_dataset=rows).train()
+"""
+IN_CLASS = """\
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from prompts import build_example
+
+class Rows(Dataset):
+    def __getitem__(self, at):
+        return self.tokenizer(self.text(self.rows[at]))
+
+    def text(self, row):
+        return build_example(question=row["input"], answer=row["output"])
+
+model = AutoModelForCausalLM.from_pretrained("a/b")
+Trainer(model=model, args=TrainingArguments(output_dir="o"), train_dataset=Rows()).train()
+"""
+CASES |= {
+    "a prompter of a file that is not named": (
+        {"train.py": MAPPED},
+        {},
+        (
+            "to do: train.py: text by tokenise (line 8) `prompter.generate_prompt(row['instruction'], row['output'])`",
+        ),
+        (),
+    ),
+    "a prompter and its template": (
+        {"train.py": MAPPED, "utils/prompter.py": PROMPTER, "templates/alpaca.json": TEMPLATE},
+        {},
+        ("text by tokenise (line 8)", "write data.format alpaca, and data.chat_template alpaca"),
+        (),
+    ),
+    "an imported function that makes prompts": (
+        {"train.py": IN_CLASS},
+        {},
+        (
+            "to do: train.py: text by text (line 9) `build_example(question=row['input'], answer=row['output'])`",
+        ),
+        (),
     ),
 }
 

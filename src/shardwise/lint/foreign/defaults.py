@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.lint.document import AUTO, Document, line_at
-from shardwise.lint.foreign.table import TABLE
+from shardwise.lint.foreign.table import TABLE, leaves
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
 from shardwise.lint.setup import of_script
@@ -18,6 +18,7 @@ _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_los
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
+_CHATS = re.compile(r"(?i)chat|instruct|[-_]it\b|zephyr|hermes|sft|dpo")  # in names of models with a template
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
 _OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
@@ -31,6 +32,9 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
+    pairs = (pair for one in documents for pair in leaves(one.values) if pair[0] == "datasets.0.type")
+    given |= {f"{key}={kind}" for key, kind in pairs}
+    given |= set() if _CHATS.search(model) else {"base model"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")

@@ -42,13 +42,14 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     for key, value in _pairs(document):
         place = (key,) if document.has(key) else tuple(key.split("."))
-        if _is_met(key, setup, strategy):
+        if _is_met(key, setup, strategy) or _is_own(key, value, setup):
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
         if document.syntax != "python" and lacks_number(key, value):
             raise JobError(f"{value!r} is no number", where=at, fix="write a number there")
-        own = "alpaca " if key.startswith("text by") and _ALPACA in document.text else ""
+        alpaca = any(_ALPACA in one.text for one in setup.documents)  # perhaps in a template's file
+        own = "alpaca " * (key.startswith("text by") and alpaca)
         meant = _unknown(near) if near else meaning(own + key, value, steps)
         rates = document.section("scheduler").get("params") or {}  # of DeepSpeed's warm-up
         linear = "warmup_type" in rates or rates.get("warmup_num_steps") == 0
@@ -87,6 +88,13 @@ def _is_met(key: str, setup: Setup, strategy: str) -> bool:
         return 1 in (one.get("gradient_accumulation_steps") for one in setup.documents)
     off = key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy
     return off or (key.endswith(".nvme_path") and '"nvme"' not in strategy)
+
+
+def _is_own(key: str, value: Any, setup: Setup) -> bool:
+    """Whether it is a token that ends answers and that the model has already."""
+    models = TABLE["own_eos"].get(str(value)) if key.endswith("eos_token") else None
+    given = (one.get("base_model") or one.get("model_name_or_path") for one in setup.documents)
+    return bool(models) and any(re.search(models, str(one)) for one in given if one)
 
 
 def _left_out(document: Document, why: str, keys: Sequence[str]) -> list[str]:
