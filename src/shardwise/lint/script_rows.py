@@ -103,6 +103,26 @@ class Rows:
                     return _by("text", function, unparsed(call))
         return {}
 
+    def splits(self) -> Said:
+        """The shares of the rows where a part of a split is split again, so that some train nothing."""
+        parts = dict[str, tuple[float, float, bool]]()  # its share, that of the others, whether held out
+        for one in (one for one in self._nodes if isinstance(one, ast.Assign)):
+            made, to = ast.unparse(one.value).removeprefix("train_test_split("), one.targets[0]
+            part = next((v for k, v in parts.items() if re.match(rf"{re.escape(k)}(?!\w)", made)), None)
+            given = [k.value for k in getattr(one.value, "keywords", []) if k.arg == "test_size"]
+            size = self._known.value(given[0]) if given and self._known.runs(one) else 0
+            names = [ast.unparse(name) for name in getattr(to, "elts", [to])]
+            if isinstance(size, float) and 0 < size < 1:
+                if part:
+                    shares = [part[0] * (1 - size), part[0] * size]
+                    shares = [part[1], *shares] if part[2] else [*shares, part[1]]
+                    return {("split within a split",): (one.lineno, ", ".join(f"{s:.0%}" for s in shares))}
+                train, test = names if len(names) == 2 else [f"{names[0]}['{k}']" for k in ("train", "test")]
+                parts |= {train: (1 - size, size, False), test: (size, 1 - size, True)}
+            elif part and len(names) == 1:
+                parts[names[0]] = part
+        return {}
+
     def scratch(self) -> Said:
         """The model, where the script makes it with random weights and certainly loads no others."""
         parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]

@@ -284,9 +284,7 @@ CASES |= {
     "a prompter of a file that is not named": (
         {"train.py": MAPPED},
         {},
-        (
-            "to do: train.py: text by tokenise (line 8) `prompter.generate_prompt(row['instruction'], row['output'])`",
-        ),
+        ("text by tokenise (line 8) `prompter.generate_prompt(row['instruction'], row['output'])`",),
         (),
     ),
     "a prompter and its template": (
@@ -298,9 +296,74 @@ CASES |= {
     "an imported function that makes prompts": (
         {"train.py": IN_CLASS},
         {},
-        (
-            "to do: train.py: text by text (line 9) `build_example(question=row['input'], answer=row['output'])`",
-        ),
+        ("text by text (line 9) `build_example(question=row['input'], answer=row['output'])`",),
+        (),
+    ),
+}
+
+PLAIN = """\
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from datasets import load_dataset
+{rows}
+model = AutoModelForCausalLM.from_pretrained("a/b")
+Trainer(model=model, args=TrainingArguments(output_dir="o"), train_dataset=train, eval_dataset=held).train()
+"""
+CHAINED = """\
+first = load_dataset("c/d")["train"].train_test_split(test_size=0.2, seed=42)
+rest = first["train"]
+second = rest.train_test_split(test_size=0.2, seed=42)
+train, held = second["train"], second["test"]
+"""
+OF_THE_TEST = """\
+data = load_dataset("c/d", split="train").train_test_split(test_size=0.2)
+halves = data["test"].shuffle(seed=1).train_test_split(test_size=0.5)
+train, held = data["train"], halves["train"]
+"""
+OF_FRAMES = """\
+from sklearn.model_selection import train_test_split
+train, rest = train_test_split(frame, test_size=0.3, random_state=1)
+held, test = train_test_split(rest, test_size=0.5, random_state=1)
+"""
+ONCE = """\
+data = load_dataset("c/d", split="train").train_test_split(test_size=0.1)
+other = load_dataset("e/f", split="train").train_test_split(test_size=0.5)
+train, held = data["train"], data["test"]
+"""
+CASES |= {
+    name: (
+        {"a.py": PLAIN.format(rows=rows)},
+        {},
+        (f"to do: a.py: split within a split (line {line}) `{shares}`: prepare files with these shares",),
+        (),
+    )
+    for name, rows, line, shares in (
+        ("a split of the rows that are trained on", CHAINED, 5, "64%, 16%, 20%"),
+        ("a split of the rows that are held out", OF_THE_TEST, 4, "80%, 10%, 10%"),
+        ("a split of frames", OF_FRAMES, 5, "70%, 15%, 15%"),
+    )
+}
+CASES["two splits of other rows"] = {"a.py": PLAIN.format(rows=ONCE)}, {}, (), ("split within",)
+
+
+def notebook(*cells: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": [cell]} for cell in cells]})
+
+
+CASES |= {
+    "a cell with a placeholder": (
+        {
+            "a.ipynb": notebook(
+                PLAIN.format(rows="train = load_dataset('c/d')"), "hf_name = <hf-username>\nhf_id = hf_name"
+            )
+        },
+        {"model.source": "a/b", "data.train": "c/d"},
+        ("left out: a.ipynb:7: a cell with a placeholder is no Python",),
+        (),
+    ),
+    "a cell with a placeholder as an argument": (
+        {"a.ipynb": notebook("login(<YOUR TOKEN>)", PLAIN.format(rows="train = load_dataset('c/d')"))},
+        {"model.source": "a/b"},
+        ("left out: a.ipynb:1: a cell with a placeholder is no Python",),
         (),
     ),
 }
