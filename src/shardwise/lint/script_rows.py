@@ -33,7 +33,6 @@ class Rows:
     def __init__(self, nodes: Sequence[ast.AST], known: Values) -> None:
         self._nodes, self._known = nodes, known
         inner = [one for held in nodes if isinstance(held, ast.ClassDef) for one in held.body]
-        self._seen = set[tuple[ast.AST, str]]()
         self._methods = {f"self.{one.name}": one for one in inner if isinstance(one, ast.FunctionDef)}
 
     def _function(self, node: ast.AST) -> ast.AST:
@@ -54,9 +53,8 @@ class Rows:
     def text_by(self, node: ast.AST, kind: str) -> Said:
         """What text a function makes of a row, or of which field it is; or that it is a filter of rows."""
         made = self._function(node)
-        if not isinstance(made, ast.FunctionDef | ast.Lambda) or (made, kind) in self._seen:
+        if not isinstance(made, ast.FunctionDef | ast.Lambda):
             return {}
-        self._seen.add((made, kind))
         parts = self._with_called(made)
         inner = [one for part in parts for one in ast.walk(part)]
         calls = [one for one in inner if isinstance(one, ast.Call)]

@@ -368,6 +368,24 @@ CASES |= {
     ),
 }
 
+QLORA = """\
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{})
+model = AutoModelForCausalLM.from_pretrained("a/b", quantization_config=bits)
+Trainer(model=model, args=TrainingArguments(output_dir="o", {}=True)).train()
+"""
+PRODUCTS = "trained with products in train.precision"
+CASES |= {
+    f"products in {products}, {precision}": ({"a.py": QLORA.format(products, precision)}, {}, said, never)
+    for products, precision, said, never in (
+        ("float16", "fp16", (), (PRODUCTS,)),
+        ("bfloat16", "bf16", (), (PRODUCTS,)),
+        ("float16", "bf16", (PRODUCTS,), ()),
+        ("bfloat16", "fp16", (PRODUCTS,), ()),
+    )
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_set_of_files_is_read_as_it_runs(

@@ -32,8 +32,9 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
-    pairs = (pair for one in documents for pair in leaves(one.values) if pair[0] == "datasets.0.type")
-    given |= {f"{key}={kind}" for key, kind in pairs}
+    given |= {
+        f"{key}={value}" for one in documents for key, value in leaves(one.values) if key.endswith(".type")
+    }
     given |= set() if _CHATS.search(model) else {"base model"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
@@ -49,10 +50,10 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     }
     tools = [*(tool for tool in also if also[tool]), *tools, "any"]
     for key, words in _OTHERS.items() if "loop" in tools else ():
-        named = ((one, words.search(one.text)) for one in scripts if key not in given)
-        for one, name in [(one, name) for one, name in named if name][:1]:
-            said.append(f"to do: {one.name}:{line_at(one.text, name.start(1))}: {name[1]}: write {key}")
-            given = given | {key}
+        for one in scripts:
+            if key not in given and (name := words.search(one.text)):
+                said.append(f"to do: {one.name}:{line_at(one.text, name.start(1))}: {name[1]}: write {key}")
+                given |= {key}
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()
