@@ -32,9 +32,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
-    given |= {
-        f"{key}={value}" for one in documents for key, value in leaves(one.values) if key.endswith(".type")
-    }
+    given |= {f"{k}={v}" for one in documents for k, v in leaves(one.values) if k.endswith(".type")}
     given |= set() if _CHATS.search(model) else {"base model"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)

@@ -45,8 +45,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         model = str(setup.training("base_model", "model_name_or_path"))
         own = key.endswith("eos_token") and re.search(TABLE["own_eos"].get(str(value), "(?!)"), model)
         half = key.endswith("compute_dtype") and "16" in str(value)  # of the job's own 16 bits
-        own = own or (half and ("bfloat" in str(value)) is not (setup.training("fp16") is True))
-        if own or _is_met(key, setup, strategy):
+        same = half and ("bfloat" in str(value)) is not (setup.training("fp16") is True)
+        if own or same or _is_met(key, setup, strategy):
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
