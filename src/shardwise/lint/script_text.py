@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +34,9 @@ def read_python(text: str, file: str) -> Document:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        what = f"it is not Python: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
+        what = (
+            f"it is not Python {sys.version[:4]}: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
+        )
         raise UnreadableError(what, line=line, fix="correct the syntax") from None
     said = Settings(text)
     if undefined := said.known.undefined():
