@@ -12,7 +12,7 @@ from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
 from shardwise.lint.read import found, is_file
 from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
-from shardwise.lint.setup import Setup
+from shardwise.lint.setup import Setup, leaves_the_file
 from shardwise.lint.shell_text import OPEN
 
 IN_THE_FILE = names("in_the_deepspeed_file")
@@ -21,6 +21,11 @@ DS, FSDP, FILE = "deepspeed_config", "fsdp_config", "deepspeed_config_file"
 LARGEST = 2**31 - 1
 _COUNTS = by_key("accelerate_counts")  # minimum, maximum, and whether text is accepted as a number
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
+_ON, _OFF = (True, "true"), (False, None, "none", "false")  # what runs without a key
+_USUAL = dict.fromkeys(("limit_all_gathers", "sync_module_states", "use_orig_params"), _ON)
+_USUAL |= dict.fromkeys(("offload_params", "forward_prefetch", "activation_checkpointing"), _OFF)
+_USUAL |= {"backward_prefetch": ("NO_PREFETCH", None)}
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2")
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
 _EMPTY = re.compile(r"( *)[^\n]*:\s*(#.*)?\n(\s*(#.*)?\n)*+(?!\1[ -])")  # a key without value or section
 _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
@@ -72,6 +77,8 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
             what += f"; lost: {', '.join(lost)}" if lost else ""
             fix = f"did you mean `{near}`?" if near else f"{', '.join(lost)} in {DS}" if lost else ""
             wrong: Severity = "error" if refuses or near or lost else "warning"
+            usual = "limit_all_gathers" if near is None else near.removeprefix("fsdp_")
+            wrong = "note" if not refuses and document.get(*key) in _USUAL.get(usual, (None,)) else wrong
             yield Hit(key, what, fix, () if lost else (change,), wrong)
 
 
@@ -110,6 +117,11 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
 def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
     """Sections must be sections, counts integers, some unquoted: else the launch stops, or FSDP1 runs."""
+    for key in ((FSDP, "fsdp_backward_prefetch"), (FSDP, "backward_prefetch")):
+        asked = document.get(*key)
+        if kind_of(document) == "FSDP" and asked is not None and str(asked).upper() not in _PREFETCH:
+            what = f"torch has no {asked!r}: accelerate stops with a KeyError"
+            yield Hit(key, what, " or ".join(_PREFETCH[:3]))
     for name in (DS, FSDP):
         value = document.get(name)
         if value is not None and not isinstance(value, Mapping):
@@ -157,7 +169,15 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
 
 @training_rule("error", "accelerate: config_args.py: load_config_from_file", versions="accelerate>=1.0,<2")
 def deepspeed_file_for_accelerate(document: Document, setup: Setup) -> Iterator[Hit]:
-    """`accelerate launch --config_file` takes accelerate's own YAML: it stops at DeepSpeed's keys."""
+    """`--config_file` takes accelerate's own YAML; --deepspeed_config_file is read with DeepSpeed on only."""
+    files = [one for one in setup.of("accelerate") if launched_with(document, one)]
+    if leaves_the_file(document) and (files or not document.has("config_file")):
+        key, other = ("deepspeed_config_file",), any(map(document.has, ("multi_gpu", "use_fsdp")))
+        what = "without --use_deepspeed accelerate silently ignores it"
+        what += "" if files or other else ", unless default_config.yaml of this machine chooses DEEPSPEED"
+        if "DEEPSPEED" not in map(kind_of, files):
+            severity: Severity = "error" if files or other else "warning"
+            yield Hit(key, what, "--use_deepspeed before the script's name", severity=severity)
     named = str(document.get("config_file") or "").rpartition("/")[2]
     for one in setup.of("deepspeed") if named and document.get("launcher") == "accelerate" else ():
         if one.name.rpartition("/")[2] == named:
