@@ -23,6 +23,7 @@ from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
+from shardwise.lint.script_text import NEWER
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.lint.shell_text import NO_COMMAND, STARTS
 from shardwise.models.catalog import no_tokenizer
@@ -97,7 +98,7 @@ def _read_yaml(files: Sequence[Path]) -> bool:
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
     harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
-    severity: Severity = "note" if harmless else "warning" if error.newer else "error"
+    severity: Severity = "note" if harmless else "warning" if error.what.startswith(NEWER) else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line, cell=error.cell)
 
@@ -158,7 +159,7 @@ def _by_file(findings: Sequence[Finding]) -> Iterator[Finding]:
     for group in groups.values():
         said = dict[str, list[str]]()  # of each class or version, the names that it does not have
         for who, _, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in group):
-            said.setdefault(who, []).append(names_.removeprefix("argument ") if who in said else names_)
+            said[who] = [*said.get(who, []), names_.removeprefix("argument ") if who in said else names_]
         heads = [f"{who} has no {', '.join(dict.fromkeys(names_))}" for who, names_ in said.items()]
         places = (f"line {one.line}{f' of cell {one.cell}' * bool(one.cell)}: {one.fix}" for one in group)
         what = "; ".join(heads) + "".join(group[0].what.partition(", which")[1:])

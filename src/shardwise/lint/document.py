@@ -24,7 +24,6 @@ class UnreadableError(Exception):
         super().__init__(what)
         self.what, self.line, self.fix = what, line, fix
         self.cell = 0  # of a notebook, in which the line then counts
-        self.newer = False  # whether a newer Python may read it
 
 
 @dataclass(frozen=True, kw_only=True)

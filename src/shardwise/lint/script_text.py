@@ -8,10 +8,11 @@ from sys import version_info
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Mark, UnreadableError
+from shardwise.lint.schema import pattern
 from shardwise.lint.script_settings import Settings
 
 _LARGEST_MODULE = 1_000_000  # bytes
-_F_STRING = re.compile(r"""[fF](["'])(?:(?!\1)[^\n{])*+(?:\{[^{}\n]*+\}(?:(?!\1)[^\n{])*+)++\1""")
+NEWER = "Python "  # how the message on a script begins that a newer Python may read
 UNDEFINED = "names.undefined"  # the key for the names that the script uses and nowhere defines
 
 
@@ -36,14 +37,14 @@ def read_python(text: str, file: str) -> Document:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         why = getattr(error, "msg", str(error)) or "nested too deeply"
-        unread = UnreadableError(f"it is not Python: {why}", line=line, fix="correct the syntax")
-        if version_info < (3, 12) and parses(_F_STRING.sub('""', text)):
-            unread.newer, unread.fix = True, "run shardwise with Python 3.12, or put other quotes inside"
-            unread.what = (
-                f"Python {version_info[0]}.{version_info[1]}, which runs check, does not read it: {why}"
-            )
-            unread.what += "; from 3.12 on f-strings may have their own quotes inside: no rule judged it"
-        raise unread from None
+        newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
+        who = (
+            f"{NEWER}3.{version_info[1]}, which runs check, does not read it" if newer else "it is not Python"
+        )
+        fix = (
+            "a newer Python, which takes the same quotes inside f-strings" if newer else "correct the syntax"
+        )
+        raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
     said = Settings(text)
     if undefined := said.known.undefined():
         said.values[UNDEFINED], said.marks[UNDEFINED,] = [*undefined], Mark(line=min(undefined.values()))

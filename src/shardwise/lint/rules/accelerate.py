@@ -11,7 +11,7 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
 from shardwise.lint.read import found, is_file
-from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
+from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names, table
 from shardwise.lint.setup import Setup, leaves_the_file
 from shardwise.lint.shell_text import OPEN
 
@@ -21,10 +21,7 @@ DS, FSDP, FILE = "deepspeed_config", "fsdp_config", "deepspeed_config_file"
 LARGEST = 2**31 - 1
 _COUNTS = by_key("accelerate_counts")  # minimum, maximum, and whether text is accepted as a number
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
-_ON, _OFF = (True, "true"), (False, None, "none", "false")  # what runs without a key
-_USUAL = dict.fromkeys(("limit_all_gathers", "sync_module_states", "use_orig_params"), _ON)
-_USUAL |= dict.fromkeys(("offload_params", "forward_prefetch", "activation_checkpointing"), _OFF)
-_USUAL |= {"backward_prefetch": ("NO_PREFETCH", None)}
+_USUAL = table("usual_in_accelerate")  # what runs without a key
 _PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2")
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
 _EMPTY = re.compile(r"( *)[^\n]*:\s*(#.*)?\n(\s*(#.*)?\n)*+(?!\1[ -])")  # a key without value or section
@@ -77,8 +74,7 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
             what += f"; lost: {', '.join(lost)}" if lost else ""
             fix = f"did you mean `{near}`?" if near else f"{', '.join(lost)} in {DS}" if lost else ""
             wrong: Severity = "error" if refuses or near or lost else "warning"
-            usual = "limit_all_gathers" if near is None else near.removeprefix("fsdp_")
-            wrong = "note" if not refuses and document.get(*key) in _USUAL.get(usual, (None,)) else wrong
+            wrong = "note" if not refuses and document.get(*key) in _USUAL.get(near or name, ()) else wrong
             yield Hit(key, what, fix, () if lost else (change,), wrong)
 
 
@@ -170,14 +166,13 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("error", "accelerate: config_args.py: load_config_from_file", versions="accelerate>=1.0,<2")
 def deepspeed_file_for_accelerate(document: Document, setup: Setup) -> Iterator[Hit]:
     """`--config_file` takes accelerate's own YAML; --deepspeed_config_file is read with DeepSpeed on only."""
-    files = [one for one in setup.of("accelerate") if launched_with(document, one)]
-    if leaves_the_file(document) and (files or not document.has("config_file")):
-        key, other = ("deepspeed_config_file",), any(map(document.has, ("multi_gpu", "use_fsdp")))
+    kinds = [kind_of(one) for one in setup.of("accelerate") if launched_with(document, one)]
+    if leaves_the_file(document) and "DEEPSPEED" not in kinds and (kinds or not document.has("config_file")):
+        sure = kinds or document.has("multi_gpu") or document.has("use_fsdp")
         what = "without --use_deepspeed accelerate silently ignores it"
-        what += "" if files or other else ", unless default_config.yaml of this machine chooses DEEPSPEED"
-        if "DEEPSPEED" not in map(kind_of, files):
-            severity: Severity = "error" if files or other else "warning"
-            yield Hit(key, what, "--use_deepspeed before the script's name", severity=severity)
+        what += "" if sure else ", unless default_config.yaml of this machine chooses DEEPSPEED"
+        fix = "--use_deepspeed before the script's name"
+        yield Hit((FILE,), what, fix, severity="error" if sure else "warning")
     named = str(document.get("config_file") or "").rpartition("/")[2]
     for one in setup.of("deepspeed") if named and document.get("launcher") == "accelerate" else ():
         if one.name.rpartition("/")[2] == named:
@@ -223,9 +218,7 @@ def accelerate_offload_and_stage(document: Document, _: Setup) -> Iterator[Hit]:
         key = (DS, name)
         if stage is not None and stage < least and document.get(*key) not in (None, "none"):
             what = f"at stage {stage} it is silently ignored"
-            yield Hit(
-                key, what, f"zero_stage: {least}, or {name}: none"
-            )  # which of them, only the owner knows
+            yield Hit(key, what, f"zero_stage: {least}, or {name}: none")  # only the owner knows which
     for name in ("optimizer", "param"):
         key, path = (DS, f"offload_{name}_device"), f"offload_{name}_nvme_path"
         if document.get(*key) == "nvme" and document.get(DS, path) in (None, "none"):

@@ -358,18 +358,8 @@ def unknown_tool(document: Document, setup: Setup) -> Iterator[Hit]:
 
 _NAMED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file")
 _OF_TOOLS = ("deepspeed_configs/", "examples/deepspeed/", "examples/accelerate/")
+_WRITES = r"""open\((?:[\w.]+|[^\n]*NAME['"]\)?), *(?:mode=)?['"][wx]|NAME['"]\)\.write_text"""
 _ABOVE = 5  # folders that a command may run in
-
-
-def _written(setup: Setup) -> Iterator[str]:
-    """The files that scripts open for writing, as far as their text shows."""
-    for script in (one for one in setup.of("training") if one.syntax == "python"):
-        known = known_values(script, setup)
-        for call in calls(script, "open", "write_text"):
-            given = (one for one in ast.walk(call) if isinstance(one, ast.Constant | ast.Name))
-            texts = {str(known.value(one)) for one in given}
-            if {"w", "wt", "w+", "x"} & texts or _last(call.func) == "write_text":
-                yield from texts
 
 
 @training_rule("error", "the file system")
@@ -385,7 +375,8 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
         if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
         there = Path(name).name in given or any(is_file(folder / name) for folder in folders)
-        if there or Path(name).is_absolute() or any(name in made for made in _written(setup)):
+        there_ = re.escape(Path(name).name)
+        if there or Path(name).is_absolute() or re.search(_WRITES.replace("NAME", there_), setup.scripts):
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)

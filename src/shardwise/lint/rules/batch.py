@@ -1,6 +1,5 @@
 """Batch sizes: DeepSpeed asserts `train_batch_size = micro-batch x accumulation x GPUs` at the start."""
 
-import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import AUTO, Document
@@ -24,14 +23,9 @@ def _given(document: Document) -> tuple[int | None, int | None, int | None]:
     return total, micro, accumulation
 
 
-def pipelined(setup: Setup) -> bool:
-    """Whether stages of a pipeline share the rows: only the script knows by how many GPUs."""
-    return re.search(r"PipelineModule\(|PipeModelDataParallelTopology\(", setup.scripts) is not None
-
-
 def data_ranks(document: Document, setup: Setup) -> int | None:
     """DeepSpeed's factor: processes divided by the sequence-parallel size, not by AutoTP's."""
-    if setup.world_size is None or pipelined(setup):
+    if setup.world_size is None or "PipelineModule(" in setup.scripts:
         return None
     return setup.world_size // max(1, int(document.number("sequence_parallel_size") or 1))
 
@@ -52,7 +46,9 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     stops = "the Trainer stops" if micro not in (None, document.get(MICRO)) else _STOPS
     product, words = known[0] * (known[1] if complete else 1), " x ".join(map(str, known))
     if ranks is None:
-        yield from _without_ranks(total, product, words, complete=complete, pipeline=pipelined(setup))
+        yield from _without_ranks(
+            total, product, words, complete=complete and "PipelineModule(" not in setup.scripts
+        )
         return
     fits = product * ranks
     if total == fits or (not complete and total % fits == 0):
@@ -76,12 +72,12 @@ def _total_alone(total: int, ranks: int | None) -> Iterator[Hit]:
     yield Hit((TOTAL,), what, f"`{TOTAL}`: {near}, or remove it and give `{MICRO}`")
 
 
-def _without_ranks(total: int, product: int, words: str, *, complete: bool, pipeline: bool) -> Iterator[Hit]:
+def _without_ranks(total: int, product: int, words: str, *, complete: bool) -> Iterator[Hit]:
     fix = f"remove `{TOTAL}`: DeepSpeed computes it"
     if total % product:
         what = f"{total} is no multiple of {words} = {product}: wrong for any number of GPUs"
         yield Hit((TOTAL,), what, fix)
-    elif complete and not pipeline:
+    elif complete:
         what = f"{total} = {words} x GPUs is true with {processes(total // product)} only; else {_STOPS}"
         yield Hit((TOTAL,), what, f"{fix}; --gpus checks it for your GPUs", severity="note")
 

@@ -18,11 +18,7 @@ from shardwise.models.catalog import lookup
 
 _OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
 _FAMILIES: dict[str, str] = table("named_families")
-_KINDS = {"".join(part.capitalize() for part in one.split("_")): one for one in _FAMILIES}
-_KINDS |= {"GPT2": "gpt2", "OPT": "opt", "GPTNeoX": "gpt_neox", "GPTNeo": "gpt_neo", "GPTJ": "gptj"}
-_OF_FAMILY = re.compile(
-    r"\b(?!DataCollator)([A-Z]\w*?)(LMHeadModel|For[A-Z]\w+|Model)(?=(?:\.from_pretrained)?\()"
-)
+_KINDS, _OF_FAMILY = table("class_families"), pattern("of_family")
 _TEMPLATES: dict[str, list[str]] = table("chat_templates")
 _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
@@ -231,8 +227,8 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
         if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
-    code = re.sub(r"#.*", "", document.text)
-    given, masked = _LABELS.search(document.text), "-100" in code or "DataCollator" in code
+    given = _LABELS.search(document.text)
+    masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None
     made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
     masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
     if document.syntax == "python" and given and _PADS.search(document.text) and not masked:

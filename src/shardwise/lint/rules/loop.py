@@ -28,7 +28,6 @@ _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writ
 _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
-_SAME_MODEL = re.compile(r"\.(to|cuda|train|eval|half|bfloat16|float|requires_grad_)$")
 _MADE = re.compile(r"^ *\(?([\w.]+(?:, .*?)?)\)? = ([\w.]+)\(", re.MULTILINE)
 _SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
@@ -43,6 +42,7 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
+SHARDED = pattern("sharded")
 _ACCUMULATE = "`with accelerator.accumulate(model):` around the forward pass, backward and step"
 _NEW = pattern("new")
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\([\w.]*tok\w*er\)")
@@ -141,9 +141,12 @@ def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     missing = dict.fromkeys(document.get(UNDEFINED) or [])
     known = names("wait_for_all") + names("of_distributed")
     for call in within(tree_of(document)):
-        package, _dot, last = ast.unparse(call.func).rpartition(".")
-        near = closest(last, known, least=0.85) if package == "torch.distributed" else None
-        if near and last not in known:
+        last = ast.unparse(call.func).removeprefix("torch.distributed.")
+        if (
+            last != ast.unparse(call.func)
+            and last not in known
+            and (near := closest(last, known, least=0.85))
+        ):
             what = f"torch.distributed has no `{last}`: AttributeError"
             yield Hit((), what, f"did you mean `{near}`?", line=call.lineno)
     nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []
@@ -193,20 +196,9 @@ def made_by(document: Document) -> dict[str, str]:
     for names_, call in _MADE.findall(program):
         first, *others = names_.split(", ")
         kept = call.endswith(".prepare") and is_optimizer(made.get(first, ""))  # it stays what it was
-        if first in made and call == f"{first}{call[call.rfind('.') :]}" and _SAME_MODEL.search(call):
-            continue  # `model = model.to(device)`
         made |= dict.fromkeys([one for one in others if "model" in one] if kept else [first], call)
     made |= {model: call for call, model in _GIVEN.findall(program)}
     return {to: made[name] for to, name in _SAME.findall(program) if name in made} | made
-
-
-def fsdp_models(document: Document) -> Iterator[tuple[set[str], ast.Call]]:
-    """The names of each model that FSDP shards, in whatever branch, and the call that does it."""
-    assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
-    given = {one.value: {*map(ast.unparse, one.targets)} for one in assigned}
-    for call in calls(document, "fully_shard", "FullyShardedDataParallel"):
-        models = [*call.args[:1], *(one.value for one in call.keywords if one.arg == "module")]
-        yield given.get(call, set[str]()) | {*map(ast.unparse, models)}, call
 
 
 @loop_rule("error", "deepspeed/runtime/engine.py: save_checkpoint; transformers/trainer.py: save_model")
@@ -215,7 +207,8 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
-    parts = [(next(known.flow.scopes(made)), names_, made) for names_, made in fsdp_models(document)]
+    parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row}
+    wraps = [*calls(document, "fully_shard", "FullyShardedDataParallel")]
     for where, body, others in branches(document):
         others_call |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
@@ -223,11 +216,8 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
-            held = last in names("wait_in_fsdp") and any(
-                owner in names_ and by.lineno < call.lineno and not known.flow.apart(by, call)
-                for scope, names_, by in parts
-                if scope in known.flow.scopes(call)
-            )
+            held = owner in parts and last in names("wait_in_fsdp")
+            held = held and any(one.lineno < call.lineno and not known.flow.apart(one, call) for one in wraps)
             gathers = last in names("wait_in_shards")
             certain = not gathers or (sharded and f"def {last}(" not in texts)
             lower = gathers and any(elsewhere(*one, known) for one in known.flow.taken(call))  # than 3
@@ -389,11 +379,10 @@ def accumulate_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
         body = "\n".join(map(ast.unparse, test.body))
         waits = "%" in ast.unparse(spelled_out(test.test, known))
         if _STEPS.search(body) or ("continue" in body and waits):
-            owners = (ast.unparse(call.func).lower() for call in calls(document, "backward"))
             steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
-            if waits and steps and "Accelerator" in document.uses and any("accel" in one for one in owners):
-                what = "under DeepSpeed accelerator.backward takes the step, here at every micro-batch: "
-                what += f"`if {ast.unparse(test.test)}` has no effect on it"
+            if waits and steps and re.search(r"(?i)accel\w*\.backward\(", document.text):
+                what = f"`if {ast.unparse(test.test)}` does not accumulate: under DeepSpeed "
+                what += "accelerator.backward takes the step, at every micro-batch"
                 yield Hit((), what, _ACCUMULATE, line=test.lineno)
             return  # accumulates by hand
     loops = [around(program, call) for call in calls(document, "backward")]

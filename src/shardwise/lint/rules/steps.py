@@ -302,7 +302,5 @@ def parameters_are_used_up(document: Document, _: Setup) -> Iterator[Hit]:
             what = f"`{name}` is a generator, which the first step reads: later steps clip nothing"
             yield Hit((), what, _LISTED.format(name), line=call.lineno)
         if call.lineno > before and not any(before < n < call.lineno for to, n in sets if to == name):
-            what = (
-                f"`{name}` is a generator, which the optimizer of line {document.at(read[name])} has read: "
-            )
+            what = f"`{name}` is a generator, which the optimizer of line {document.at(read[name])} read: "
             yield Hit((), f"{what}nothing is clipped", _LISTED.format(name), line=call.lineno)

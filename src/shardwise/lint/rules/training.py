@@ -12,7 +12,6 @@ from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
-from shardwise.lint.rules.devices import shown_devices
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_inputs import Inputs
@@ -117,14 +116,12 @@ def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
     launcher = setup.training("launcher") not in (None, "python", "python3")
     launcher |= setup.training("deepspeed") not in (None, False)
-    return launcher or bool(setup.of("deepspeed") or setup.of("accelerate")) or (setup.world_size or 0) > 1
-
-
-def _several(setup: Setup) -> bool:
-    """Whether several processes run, and no command shows them one GPU only."""
-    commands = [one for one in setup.of("training") if one.syntax == "shell"]
-    alone = any((shown := shown_devices(one, setup)) and "," not in shown for one in commands)
-    return distributed(setup) and setup.world_size != 1 and not alone
+    alone = re.search(
+        r"(?m)^[^#\n]*CUDA_VISIBLE_DEVICES=[\"']?\d+\b(?!,)",
+        " ".join(one.text for one in setup.of("training") if one.syntax == "shell"),
+    )  # one GPU is shown
+    several = launcher or bool(setup.of("deepspeed") or setup.of("accelerate"))
+    return (several and not alone) or (setup.world_size or 0) > 1
 
 
 @training_rule("error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained")
@@ -141,7 +138,7 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
     if value is not None and zero_stage(setup) == 3:
         what = "from_pretrained stops: ZeRO-3 does not allow a `device_map`"
         yield Hit(key, what, "remove it: ZeRO-3 places the parameters", line=line)
-    elif value in ("auto", "balanced", "balanced_low_0", "sequential") and _several(setup):
+    elif value in ("auto", "balanced", "balanced_low_0", "sequential") and distributed(setup):
         what = f'"{value}" spreads the model over all GPUs, in every process: '
         stops = "Accelerator.prepare stops, `You can't train a model that has been loaded with "
         stops += "device_map='auto' in any distributed mode`"

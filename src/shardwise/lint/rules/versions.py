@@ -136,8 +136,7 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
 def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
-    program = tree_of(document)
-    for node in ast.walk(program):
+    for node in ast.walk(program := tree_of(document)):
         if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
             continue
         package = str(node.module).partition(".")[0]
