@@ -53,18 +53,12 @@ def test_a_wrap_in_a_branch_is_seen_by_the_rules_of_fsdp(tmp_path: Path, other: 
 @pytest.mark.parametrize(
     "saves",
     [
-        "if not args.use_fsdp:\n        if dist.get_rank() == 0:\n            model.state_dict()".replace(
-            "not ", ""
-        ),
+        f"if args.use_fsdp:\n        pass\n    else:\n        {ALONE}".replace("    torch", "        torch"),
         "if dist.get_rank() == 0:\n        model.eval()",
         "model.state_dict()",
     ],
 )
 def test_what_only_the_other_branch_or_all_processes_call_does_not_hang(tmp_path: Path, saves: str) -> None:
-    if "args.use_fsdp" in saves:
-        saves = f"if args.use_fsdp:\n        pass\n    else:\n        {ALONE}".replace(
-            "    torch", "        torch"
-        )
     text = WRAPPED.format(other="model.to(device)", clips="pass", saves=saves)
     assert not of_rule(tmp_path, "one-process-calls-for-all", train_py=text)
 
@@ -245,22 +239,13 @@ def test_a_prefetch_that_torch_does_not_have(tmp_path: Path, row: str, hits: int
         ("from transformers.deepspeed import is_deepspeed_zero3_enabled", ["error"]),
         ("from transformers.generation_utils import GenerationMixin", ["error"]),
         ("from transformers import AdamW", ["error"]),
-        ("# pip install transformers==4.30\nfrom transformers import AdamW", ["error"]),
-        (
-            "!pip install transformers==4.30\nfrom transformers import AdamW".replace("!pip", "PIP = 'pip")
-            + " #",
-            [],
-        ),
+        ("# Tested with transformers==4.30\nfrom transformers import AdamW", ["error"]),
+        ("PIP = 'pip install transformers==4.30'\nfrom transformers import AdamW", ["warning"]),
         ("def old():\n    from transformers import AdamW", ["warning"]),
         ("from transformers.integrations import HfDeepSpeedConfig", []),
     ],
 )
 def test_imports_that_stop(tmp_path: Path, line: str, severities: list[str]) -> None:
-    if "PIP" in line:
-        line, severities = (
-            "PIP = 'pip install transformers==4.30'\nfrom transformers import AdamW",
-            ["warning"],
-        )
     assert [
         one.severity for one in of_rule(tmp_path, "import-was-removed", train_py=line + "\n")
     ] == severities

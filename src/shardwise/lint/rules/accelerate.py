@@ -113,11 +113,11 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
 def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
     """Sections must be sections, counts integers, some unquoted: else the launch stops, or FSDP1 runs."""
-    for key in ((FSDP, "fsdp_backward_prefetch"), (FSDP, "backward_prefetch")):
-        asked = document.get(*key)
+    for name in ("fsdp_backward_prefetch", "backward_prefetch"):
+        asked = document.get(FSDP, name)
         if kind_of(document) == "FSDP" and asked is not None and str(asked).upper() not in _PREFETCH:
             what = f"torch has no {asked!r}: accelerate stops with a KeyError"
-            yield Hit(key, what, " or ".join(_PREFETCH[:3]))
+            yield Hit((FSDP, name), what, " or ".join(_PREFETCH[:3]))
     for name in (DS, FSDP):
         value = document.get(name)
         if value is not None and not isinstance(value, Mapping):

@@ -42,6 +42,7 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
+_OF_TORCH = re.compile(r"^(torch\.distributed|dist)\.")
 SHARDED = pattern("sharded")
 _ACCUMULATE = "`with accelerator.accumulate(model):` around the forward pass, backward and step"
 _NEW = pattern("new")
@@ -141,12 +142,8 @@ def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     missing = dict.fromkeys(document.get(UNDEFINED) or [])
     known = names("wait_for_all") + names("of_distributed")
     for call in within(tree_of(document)):
-        last = ast.unparse(call.func).removeprefix("torch.distributed.")
-        if (
-            last != ast.unparse(call.func)
-            and last not in known
-            and (near := closest(last, known, least=0.85))
-        ):
+        last = _OF_TORCH.sub("", said := ast.unparse(call.func))
+        if last != said and last not in known and (near := closest(last, known, least=0.85)):
             what = f"torch.distributed has no `{last}`: AttributeError"
             yield Hit((), what, f"did you mean `{near}`?", line=call.lineno)
     nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []

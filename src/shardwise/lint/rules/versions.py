@@ -51,7 +51,7 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
             break
     for name, text in texts.items():
         listed = text if name == document.name else _MAJOR.sub(r"\1==\2.*", text)
-        for one, pin in _PINS.findall(re.sub(r"(?m)(^|\s)#.*", "", listed)):
+        for one, pin in _PINS.findall(re.sub(r"(?m)(^|\s)#(?!.*install).*", "", listed)):
             bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
             if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
                 found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
@@ -110,7 +110,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
-@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
+@training_rule("error", "transformers/hf_argparser.py: parse", versions="transformers>=5")
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = setup.scripts
@@ -129,11 +129,11 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
-            severity: Severity = "warning" if older or "return_remaining_strings" in text else "error"
+            severity: Severity | None = "warning" if older or "return_remaining" in text else None
             yield Hit((old,), what, fix, changes, severity)
 
 
-@training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
+@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
 def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
     for node in ast.walk(program := tree_of(document)):
@@ -155,5 +155,5 @@ def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
                 older = _older(document, setup, package)
                 what = f"{package} has no `{name}`, which earlier versions had: ImportError"
                 what += f" from {package} {_NOW[package]} on; {older}" if older else ""
-                severity: Severity | None = None if older or node not in program.body else "error"
+                severity: Severity | None = "warning" if older or node not in program.body else None
                 yield Hit((), what, f"{name} -> {now}", severity=severity, line=node.lineno)
