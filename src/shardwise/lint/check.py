@@ -23,7 +23,6 @@ from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
-from shardwise.lint.script_text import NEWER
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.lint.shell_text import NO_COMMAND, STARTS
 from shardwise.models.catalog import no_tokenizer
@@ -98,7 +97,7 @@ def _read_yaml(files: Sequence[Path]) -> bool:
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
     harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
-    severity: Severity = "note" if harmless else "warning" if error.what.startswith(NEWER) else "error"
+    severity: Severity = "note" if harmless else "warning" if error.what.startswith("Python ") else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line, cell=error.cell)
 

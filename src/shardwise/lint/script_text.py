@@ -12,7 +12,6 @@ from shardwise.lint.schema import pattern
 from shardwise.lint.script_settings import Settings
 
 _LARGEST_MODULE = 1_000_000  # bytes
-NEWER = "Python "  # how the message on a script begins that a newer Python may read
 UNDEFINED = "names.undefined"  # the key for the names that the script uses and nowhere defines
 
 
@@ -38,12 +37,8 @@ def read_python(text: str, file: str) -> Document:
         line = getattr(error, "lineno", None) or 1
         why = getattr(error, "msg", str(error)) or "nested too deeply"
         newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
-        who = (
-            f"{NEWER}3.{version_info[1]}, which runs check, does not read it" if newer else "it is not Python"
-        )
-        fix = (
-            "a newer Python, which takes the same quotes inside f-strings" if newer else "correct the syntax"
-        )
+        who = f"Python 3.{version_info[1]}, which runs check, stops" if newer else "it is not Python"
+        fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
         raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
     said = Settings(text)
     if undefined := said.known.undefined():

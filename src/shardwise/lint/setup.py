@@ -174,7 +174,7 @@ def launched_processes(document: Document) -> int | None:
 def leaves_the_file(document: Document) -> bool:
     """Whether `accelerate launch` gets a DeepSpeed file, and no flag that turns DeepSpeed on."""
     on = document.has("use_deepspeed") or document.has(OPEN) or "ACCELERATE_USE_DEEPSPEED" in document.text
-    given = document.has("deepspeed_config_file") and "deepspeed_config_file" not in document.flags
+    given = "deepspeed_config_file" in document.values.keys() - document.flags
     return document.get("launcher") == "accelerate" and given and not on
 
 

@@ -345,15 +345,10 @@ def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
     wraps = [*calls(document, "FullyShardedDataParallel")]
     parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row if wraps}
-    for call in clips:
-        apart = any(values_of(document).flow.apart(one, call) for one in wraps)
+    for call in clips if "no_shard" not in document.text.lower() else ():
         held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
-        if (
-            held
-            and not apart
-            and "_norm_" in ast.unparse(call.func)
-            and "no_shard" not in document.text.lower()
-        ):
+        apart = any(values_of(document).flow.apart(one, call) for one in wraps)
+        if held and not apart and "_norm_" in ast.unparse(call.func):
             what = "each process clips by the norm of its own shards: the shards get different factors"
             fix, source = f"{held[0]}.clip_grad_norm_(...)", "torch/distributed/fsdp: clip_grad_norm_"
             yield Hit((), what, fix, severity="warning", line=call.lineno, source=source)

@@ -203,8 +203,7 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
             elif often and "len(" not in texts and not re.search(r"(?i)micro|iter|batch", texts):
                 what = f"the schedule advances at each micro-batch, {count} times a step of the optimizer"
-                fix = f"`{name}.step()` next to the optimizer's, or its number of steps x {count}"
-                yield Hit((), what, fix, severity="warning", line=run.call.lineno)
+                yield Hit((), what, f"`{name}.step()` next to it", severity="warning", line=run.call.lineno)
             of_batches = re.search(r"\blen\([\w.]*load", texts) and not re.search("/|accum|_steps", texts)
             if not often and of_batches:
                 what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
