@@ -46,9 +46,8 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     stops = "the Trainer stops" if micro not in (None, document.get(MICRO)) else _STOPS
     product, words = known[0] * (known[1] if complete else 1), " x ".join(map(str, known))
     if ranks is None:
-        yield from _without_ranks(
-            total, product, words, complete=complete and "PipelineModule(" not in setup.scripts
-        )
+        complete &= "PipelineModule(" not in setup.scripts  # whose stages share rows
+        yield from _without_ranks(total, product, words, complete=complete)
         return
     fits = product * ranks
     if total == fits or (not complete and total % fits == 0):

@@ -227,11 +227,15 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
         if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given = _LABELS.search(document.text)
     masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None
     made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
     masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
-    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
+    if (
+        document.syntax == "python"
+        and (given := _LABELS.search(document.text))
+        and _PADS.search(document.text)
+        and not masked
+    ):
         holder, ids = given[1], given[2] or ""
         apart = (holder and ids and holder != ids) or _ANSWERS.search(ids)  # tokenised on their own
         what = "the labels are padded with the pad token" if apart else "the labels are the padded input ids"

@@ -26,7 +26,6 @@ _SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Acceler
 _OF_ONE = pattern("of_one")
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
 _NODES = ("nnodes", "num_nodes", "num_machines")
-_PLACES = ("set_device", "device", "to", "cuda")  # what takes the number of a GPU
 _OWN = 'int(os.environ["LOCAL_RANK"])'
 _FIXED: tuple[object, ...] = ("cuda:0", {"": 0}, {"": "cuda:0"})
 _ON_GPU_0 = pattern("on_gpu_0")
@@ -115,7 +114,7 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     program, known = ast.unparse(tree_of(document)), values_of(document)
     counts = (one.number(name) for one in setup.documents for name in _NODES)
     nodes = max(filter(None, counts), default=1 if setup.launched or "LOCAL_RANK" not in program else 0)
-    for call in calls(document, *_PLACES) if nodes != 1 else ():
+    for call in calls(document, "set_device", "device", "to", "cuda") if nodes != 1 else ():
         said = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(call) if one is not call)
         if _GLOBAL.search(said) and "%" not in said and "local" not in said.lower():
             what = "the rank counts over all nodes: from the second node on, no GPU has that number"
