@@ -2,12 +2,13 @@
 
 import ast
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
+from sys import version_info
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Mark, UnreadableError
+from shardwise.lint.schema import pattern
 from shardwise.lint.script_settings import Settings
 
 _LARGEST_MODULE = 1_000_000  # bytes
@@ -34,10 +35,11 @@ def read_python(text: str, file: str) -> Document:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        what = (
-            f"it is not Python {sys.version[:4]}: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
-        )
-        raise UnreadableError(what, line=line, fix="correct the syntax") from None
+        why = getattr(error, "msg", str(error)) or "nested too deeply"
+        newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
+        who = f"Python 3.{version_info[1]}, which runs check, stops" if newer else f"it is not Python 3.{version_info[1]}"
+        fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
+        raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
     said = Settings(text)
     if undefined := said.known.undefined():
         said.values[UNDEFINED], said.marks[UNDEFINED,] = [*undefined], Mark(line=min(undefined.values()))
