@@ -37,7 +37,8 @@ def read_python(text: str, file: str) -> Document:
         line = getattr(error, "lineno", None) or 1
         why = getattr(error, "msg", str(error)) or "nested too deeply"
         newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
-        who = f"Python 3.{version_info[1]}, which runs check, stops" if newer else f"it is not Python 3.{version_info[1]}"
+        mine = f"Python 3.{version_info[1]}"
+        who = f"{mine}, which runs check, stops" if newer else f"it is not {mine}"
         fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
         raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
     said = Settings(text)
