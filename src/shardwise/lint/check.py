@@ -19,6 +19,7 @@ from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, imported, read, referred, text_of
 from shardwise.lint.rules import RULES
+from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
 from shardwise.lint.script_run import as_run
@@ -96,14 +97,15 @@ def _read_yaml(files: Sequence[Path]) -> bool:
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
     harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
-    severity: Severity = "note" if harmless else "error"
+    severity: Severity = "note" if harmless else "warning" if error.what.startswith("Python ") else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line, cell=error.cell)
 
 
 def check(setup: Setup, broken: Sequence[Finding] = ()) -> Checked:
     """Return every finding, in the order of files, severity and lines."""
-    broken = broken if setup.documents else [replace(one, severity="error") for one in broken]
+    if not setup.documents:
+        broken = [replace(one, severity="error") if one.severity == "note" else one for one in broken]
     order = {document.name: index for index, document in enumerate(setup.documents)}
     by = [(document.name, one) for document in setup.documents for one in _causes(document, setup)]
     own = {(one.file, one.rule, one.line) for name, one in by if one.file == name}
@@ -154,7 +156,10 @@ def _by_file(findings: Sequence[Finding]) -> Iterator[Finding]:
         alike = (one.file, one.rule, one.severity) if one.rule.endswith("-was-removed") else id(one)
         groups.setdefault(alike, []).append(one)
     for group in groups.values():
-        heads = dict.fromkeys(one.what.partition(", which")[0] for one in group)
+        said = dict[str, list[str]]()  # of each class or version, the names that it does not have
+        for who, _, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in group):
+            said[who] = [*said.get(who, []), names_.removeprefix("argument ") if who in said else names_]
+        heads = [f"{who} has no {', '.join(dict.fromkeys(names_))}" for who, names_ in said.items()]
         places = (f"line {one.line}{f' of cell {one.cell}' * bool(one.cell)}: {one.fix}" for one in group)
         what = "; ".join(heads) + "".join(group[0].what.partition(", which")[1:])
         keys = tuple(key for one in group for key in (one.keys or (one.key,)))
@@ -333,6 +338,8 @@ def headings(checked: Checked) -> dict[str, str]:
     kinds, said = KINDS | {"deepspeed": KINDS["deepspeed"] + reader}, dict[str, str]()
     for document in setup.documents:  # a script, and then what it writes
         kind = "launch command" if document.syntax == "shell" else kinds[document.kind]
+        tool = tool_of(document) if document.kind == "training" else ""
+        kind = f"settings of {tool}" if tool else kind
         before = said.get(document.name)
         said[document.name] = f"{before}, with a" if before else f"{document.name}:"
         said[document.name] += f" {kind}"

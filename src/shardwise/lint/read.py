@@ -25,6 +25,8 @@ LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParse
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
 _MAGIC = pattern("of_ipython")
 _PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
+_PLACEHOLDER = re.compile(r"(?m)[=(,+] *<[A-Za-z][\w ./-]*>")
+NO_PYTHON = "# not Python: "  # what lines of a notebook's cells begin with that nobody can run
 BYTE_ORDER_MARK = "\ufeff"
 
 _JOB = frozenset(json_schema.names_below(()))
@@ -143,7 +145,9 @@ def _notebook(text: str, name: str) -> Document:
             if text.startswith("%%"):
                 rows = text.split("\n")
                 text = "\n".join(f"# {row}" if " install " in row else "" for row in rows)
-            parts.append(text if parses(text) else _without_magic(text))
+            code_ = text if parses(text) else _without_magic(text)
+            idle = _PLACEHOLDER.search(code_) and not parses(code_)  # `name = <your name>`
+            parts.append(re.sub("(?m)^", NO_PYTHON, code_) if idle else code_)
     try:
         return replace(read_python("\n".join(parts), name), cells=tuple(starts))
     except UnreadableError as error:

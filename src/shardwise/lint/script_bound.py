@@ -52,7 +52,7 @@ class Bound:
         value = value or part_of(node, above, self._above.get(above) if above else None)
         match node:
             case ast.Name(id=name, ctx=ast.Load()) | ast.Attribute(attr=name, ctx=ast.Load()):
-                self._uses[name].append(node)
+                self._uses[name.rpartition(".")[2]].append(node)  # without the module of `name_as_imported`
             case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
                 pass  # `settings |= {...}` is a change
             case ast.Name(id=name, ctx=ast.Store()):

@@ -6,6 +6,8 @@ from pathlib import PurePath
 
 from shardwise.lint.script_names import name_as_imported
 
+_LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "unsloth")
+
 
 def modules_of(texts: Mapping[str, str]) -> dict[str, ast.Module]:
     """The programs of files by the last part of their modules' names."""
@@ -31,15 +33,24 @@ class Links:
 
         The value is a name in another script, or the script itself; None of what no script defines.
         """
-        inside = self._modules.get(_last(by.module)) if isinstance(by, ast.ImportFrom) else None
+        inside = self._exporting(one.name, by) if isinstance(by, ast.ImportFrom) else None
         module = inside or self._modules.get(_last(one.name))
         if module is None:  # `name_as_imported` calls it by both names
             yield from ((name, None, one) for name in ((one.asname or one.name).partition(".")[0], one.name))
             return
         self._imports.add((self.of[one], module))
-        for name in _top(module) if one.name == "*" else filter(None, (one.name, one.asname)):
+        long = f"{getattr(by, 'module', '')}.{one.name}"  # as `name_as_imported` calls trainers
+        for name in _top(module) if one.name == "*" else filter(None, (one.name, one.asname, long)):
             last = name if one.name == "*" else one.name
             yield name, ast.Name(id=last, ctx=ast.Load(), lineno=one.lineno) if inside else module, module
+
+    def _exporting(self, name: str, by: ast.ImportFrom) -> ast.Module | None:
+        """The script that an import names, or the only one that defines what a user's package exports."""
+        if (named := self._modules.get(_last(by.module))) or (by.module or "").split(".")[0] in _LIBRARIES:
+            return named
+        others = [one for one in self._modules.values() if one is not self.of[by]]
+        held = [one for one in others if name in {getattr(part, "name", "") for part in one.body}]
+        return held[0] if len(held) == 1 else None
 
     def imported(self) -> set[ast.AST]:
         """The scripts that the program imports, and those that these do."""

@@ -21,7 +21,7 @@ _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no ch
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
-_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _ = map(
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _, _MAKES = map(
     re.compile, toml_file("foreign.toml")["row_words"].values()
 )
 _OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
@@ -33,7 +33,6 @@ class Rows:
     def __init__(self, nodes: Sequence[ast.AST], known: Values) -> None:
         self._nodes, self._known = nodes, known
         inner = [one for held in nodes if isinstance(held, ast.ClassDef) for one in held.body]
-        self._seen = set[tuple[ast.AST, str]]()
         self._methods = {f"self.{one.name}": one for one in inner if isinstance(one, ast.FunctionDef)}
 
     def _function(self, node: ast.AST) -> ast.AST:
@@ -54,9 +53,8 @@ class Rows:
     def text_by(self, node: ast.AST, kind: str) -> Said:
         """What text a function makes of a row, or of which field it is; or that it is a filter of rows."""
         made = self._function(node)
-        if not isinstance(made, ast.FunctionDef | ast.Lambda) or (made, kind) in self._seen:
+        if not isinstance(made, ast.FunctionDef | ast.Lambda):
             return {}
-        self._seen.add((made, kind))
         parts = self._with_called(made)
         inner = [one for part in parts for one in ast.walk(part)]
         calls = [one for one in inner if isinstance(one, ast.Call)]
@@ -91,6 +89,36 @@ class Rows:
             used = joined and not isinstance(statement, ast.Expr | ast.ClassDef) and self._known.runs(one)
             if used and not _NO_TEXT.search(text) and "{%" not in text and ".generate(" not in around:
                 return _by("text", function, str(one.value))
+        for call in (one for one in self._nodes if isinstance(one, ast.Call) and one not in after):
+            given, statement = [*call.args, *(one.value for one in call.keywords)], flow.statement(call)
+            rows = any(
+                isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant) for one in given
+            )
+            made = isinstance(statement, ast.Assign | ast.Return) and self._known.runs(call)
+            if rows and made and _MAKES.search(name_of(call.func)):  # of a file that is not named, too
+                function = next((s for s in flow.scopes(call) if isinstance(s, ast.FunctionDef)), statement)
+                if ".generate(" not in unparsed(function):
+                    return _by("text", function, unparsed(call))
+        return {}
+
+    def splits(self) -> Said:
+        """The shares of the rows where a part of a split is split again, so that some train nothing."""
+        parts = dict[str, tuple[float, float, bool]]()  # its share, that of the others, whether held out
+        for one in (one for one in self._nodes if isinstance(one, ast.Assign)):
+            made, to = ast.unparse(one.value).removeprefix("train_test_split("), one.targets[0]
+            part = next((v for k, v in parts.items() if re.match(rf"{re.escape(k)}(?!\w)", made)), None)
+            given = [k.value for k in getattr(one.value, "keywords", []) if k.arg == "test_size"]
+            size = self._known.value(given[0]) if given and self._known.runs(one) else 0
+            names = [ast.unparse(name) for name in getattr(to, "elts", [to])]
+            if isinstance(size, float) and 0 < size < 1:
+                if part:
+                    shares = [part[0] * (1 - size), part[0] * size]
+                    shares = [part[1], *shares] if part[2] else [*shares, part[1]]
+                    return {("split within a split",): (one.lineno, ", ".join(f"{s:.0%}" for s in shares))}
+                train, test = names if len(names) == 2 else [f"{names[0]}['{k}']" for k in ("train", "test")]
+                parts |= {train: (1 - size, size, False), test: (size, 1 - size, True)}
+            elif part and len(names) == 1:
+                parts[names[0]] = part
         return {}
 
     def scratch(self) -> Said:

@@ -53,7 +53,6 @@ class Settings:
         self.known = Values(program, self._inputs if calls else None)
         self.values, self.marks, self.uses = dict[str, Any](), dict[Key, Mark](), set[str]()
         self.configurations = list[Document]()  # of DeepSpeed, in dicts
-        self.tokenizer = Said()  # where only it names the model
         self.plugins = list[tuple[int, dict[str, Any]]]()  # of Accelerate, and their lines
         self._branch, self._maybe = False, dict[Key, Any]()  # what only branches say
         self._node, self._nodes = ast.AST(), defaultdict[Key, list[ast.AST]](list)  # of the calls that do
@@ -82,9 +81,8 @@ class Settings:
             self.values[_DDP] = True  # the branch is that of several processes
         scratch = self.rows.scratch() if calls and ("model_name_or_path",) not in self.marks else {}
         self._put(scratch)
-        if not scratch and not any("token" in str(name).lower() for _, name in self.tokenizer.values()):
-            self._put(self.tokenizer)
         if calls:
+            self._put(self.rows.splits())
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
             if not any(one[0].startswith("text by") or one == ("formatting_func",) for one in self.marks):
                 self._put(self.rows.prompts(after))
@@ -228,6 +226,9 @@ class Settings:
 
     def _of_a_job(self, call: ast.Call, last: str, said: Said) -> None:
         """Of the calls whose arguments are settings `call.argument`."""
+        named = said.get(("pretrained",), (0, None))  # of any library's class of models
+        if isinstance(named[1], str) and named[1] != UNKNOWN and "Tokenizer" not in last:
+            self._put({("model_name_or_path",): named})
         last = "DataModule" if last.endswith("DataModule") else last
         last = "apply_activation_checkpointing" if re.match(r"apply_\w*checkpointing$", last) else last
         flat = {key[0] for key in said}
@@ -280,7 +281,6 @@ class Settings:
         if last == "from_pretrained" and call.args:
             one = self.known.entries(call.args[0], ("model_name_or_path",))
             said |= one if _MODEL.search(place) or not self.calls else {}
-            self.tokenizer = self.tokenizer or one
             _, source = one["model_name_or_path",]
             if self.calls and "Tokenizer" in place and isinstance(source, str) and source != UNKNOWN:
                 self._put({("tokenizer_name",): (call.lineno, source)})

@@ -4,9 +4,11 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
+from sys import version_info
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Mark, UnreadableError
+from shardwise.lint.schema import pattern
 from shardwise.lint.script_settings import Settings
 
 _LARGEST_MODULE = 1_000_000  # bytes
@@ -33,8 +35,12 @@ def read_python(text: str, file: str) -> Document:
         ast.unparse(program := ast.parse(text))  # as rules do
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
-        what = f"it is not Python: {getattr(error, 'msg', str(error)) or 'nested too deeply'}"
-        raise UnreadableError(what, line=line, fix="correct the syntax") from None
+        why = getattr(error, "msg", str(error)) or "nested too deeply"
+        newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
+        mine = f"Python 3.{version_info[1]}"
+        who = f"{mine}, which runs check, stops" if newer else f"it is not {mine}"
+        fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
+        raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
     said = Settings(text)
     if undefined := said.known.undefined():
         said.values[UNDEFINED], said.marks[UNDEFINED,] = [*undefined], Mark(line=min(undefined.values()))

@@ -35,12 +35,14 @@ class Values(Bound):
         self.presets, self._far = Presets(self._inputs), Presets(self._inputs)
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
+        self._spread: list[tuple[ast.AST, ast.expr | None]] | None = None  # what `setattr` in loops sets
         for node in filter(self.used, self._links.nodes if self._defaults else ()):
             (self._far if self._links.away(node) else self.presets).take(node, self.meant)
         for node, value in self._attributes:
             self._store(node, value)
         for node in self._links.nodes:
             self._change(node)
+        self._spread = None  # which only now is certain
 
     def meant(self, node: ast.AST) -> ast.AST:
         """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
@@ -151,7 +153,7 @@ class Values(Bound):
     def runs(self, node: ast.AST, deep: int = 3) -> bool:
         """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
         function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
-        uses = self._uses_of(function) if function is not None and deep else []
+        uses = self._uses_of(function, idle=True) if function is not None and deep else []
         return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
 
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
@@ -230,7 +232,11 @@ class Values(Bound):
         made = self.meant(holder) if self._defaults else None
         if isinstance(made, ast.Module):
             return self._bound.get((made, name), [])
-        for mapping in (one for other, one in self._stores["**"] if made and self.meant(other) is made):
+        if self._spread is None:
+            before, self._open, self._spread = self._open, frozenset(), []  # each holder is followed once
+            self._spread = [(self.meant(other), one) for other, one in self._stores["**"]]
+            self._open = before
+        for mapping in (one for other, one in self._spread if other is made):
             if (item := self._item(mapping, ast.Constant(name)) if mapping else []) or self._is_open(mapping):
                 return item  # which a loop sets, whatever the fields are
         return self._of_made(made, holder, name)
@@ -254,7 +260,8 @@ class Values(Bound):
         maker = self.meant(made.func) if isinstance(made, ast.Call) else made
         if isinstance(made, ast.arg) and made.annotation:
             maker = self.meant(made.annotation)
-        known = self._fields(maker, name) or self.presets.of(name) or self._far.of(name)
+        presets = [self.presets, self._far][:: -1 if made and self._links.away(made) else 1]
+        known = self._fields(maker, name) or presets[0].of(name) or presets[1].of(name)
         root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
         if not known and ARGUMENTS.match(root):
             if flag := self._inputs.flag([path]):
@@ -362,11 +369,11 @@ class Values(Bound):
             block = self.flow.block(block)
         return block
 
-    def _uses_of(self, function: ast.FunctionDef) -> list[Any]:
-        """Where a function is called; `json.load` is no use of a `load` outside a class."""
+    def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
+        """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""
         above = self._above[function]
         uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
-        uses = [one for one in uses if self.flow.runs(one)] if self._inputs.others else uses
+        uses = [one for one in uses if idle or self.runs(one, 2)] if self._inputs.others else uses
         method = isinstance(above, ast.ClassDef)
         own = [one for one in uses if self._links.same(one, function)]
         far = [one for one in uses if self._links.joins(one, function)]

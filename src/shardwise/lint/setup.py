@@ -11,6 +11,7 @@ from typing import Any, Literal
 from shardwise.lint.document import Document, Kind
 from shardwise.lint.schema import deepspeed_schema
 from shardwise.lint.script_settings import LORA
+from shardwise.lint.shell_text import OPEN
 
 Reader = Literal["trainer", "accelerate", "deepspeed"]
 READER_NAMES: dict[Reader, str] = {"trainer": "the Hugging Face Trainer", "accelerate": "Accelerate"}
@@ -106,8 +107,9 @@ class Setup:
         found = called or [reader for reader in flags if reader]
         kinds = [str(one.get("distributed_type")).upper() for one in self.of("accelerate")]
         elsewhere = itself or (kinds and "DEEPSPEED" not in kinds)
-        if scripts and not called and elsewhere and self.of("deepspeed"):
-            return None  # the script reads the JSON by itself
+        unused = any(map(leaves_the_file, self.of("training"))) and not kinds and called != ["trainer"]
+        if unused or (scripts and not called and elsewhere and self.of("deepspeed")):
+            return None  # or the script reads the JSON by itself
         if kinds and not {"trainer", "deepspeed"} & {*found}:
             return "accelerate"
         return min(found, key=READERS.index, default=None)
@@ -167,6 +169,13 @@ def launched_processes(document: Document) -> int | None:
     if per_node is not None:
         return int(per_node) * int(document.number("num_nodes") or document.number("nnodes") or 1)
     return None if count is None else int(count)
+
+
+def leaves_the_file(document: Document) -> bool:
+    """Whether `accelerate launch` gets a DeepSpeed file, and no flag that turns DeepSpeed on."""
+    on = document.has("use_deepspeed") or document.has(OPEN) or "ACCELERATE_USE_DEEPSPEED" in document.text
+    given = "deepspeed_config_file" in document.values.keys() - document.flags
+    return document.get("launcher") == "accelerate" and given and not on
 
 
 def of_script(document: Document) -> Reader | None:

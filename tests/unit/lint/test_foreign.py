@@ -940,7 +940,7 @@ def test_every_dataset_of_axolotl(files: Path) -> None:
     assert "  eval: held.jsonl\n" in text
     assert "datasets.1" not in "\n".join(said)
     Path("a.yaml").write_text(f"base_model: a/b\n{rows.replace('alpaca}', 'sharegpt}', 1)}")
-    assert "datasets.0.type" in lines(translation([Path("a.yaml")])[1], "left out")
+    assert "datasets.0.type" in lines(translation([Path("a.yaml")])[1], "to do")
 
 
 def test_datasets_by_name_of_llama_factory(files: Path) -> None:

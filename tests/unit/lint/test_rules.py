@@ -465,7 +465,11 @@ CASES = (
     ),
     Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
     Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),
-    Case("adam-is-adamw", params("Adam"), params("Adam", adam_w_mode=False)),
+    Case(
+        "adam-is-adamw",
+        params("Adam", weight_decay=0.01),
+        params("Adam", weight_decay=0.01, adam_w_mode=False),
+    ),
     Case("max-grad-norm", params(max_grad_norm=1.0), params()),
     Case("unknown-optimizer-parameter", params(learning_rate=1e-4), params()),
     Case("text-for-a-number", params(eps="1e-8"), params(eps=1e-8)),

@@ -320,7 +320,7 @@ Trainer("model", args).train()
 )
 def test_a_flag_that_the_trainer_had_is_a_removed_one_and_no_unknown_one(tmp_path: Path, flag: str) -> None:
     said = found(tmp_path, train_py=PARSES, run_sh=f"torchrun train.py --output_dir o --{flag}\n")
-    assert [(one.rule, one.severity) for one in said] == [("flag-was-removed", "warning")]
+    assert [(one.rule, one.severity) for one in said] == [("flag-was-removed", "error")]
 
 
 def test_names_that_trl_had_are_removed_ones(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
+            if values[name][0].get("type") == "alpaca":  # which has a text of its own
+                values.pop("chat_template", None)
     document = replace(document, marks=marks)
     if values.get("stage") == "pt":
         values.pop("template", None)  # it is for conversations

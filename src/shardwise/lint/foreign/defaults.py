@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.lint.document import AUTO, Document
-from shardwise.lint.foreign.table import TABLE
+from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.foreign.table import TABLE, leaves
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
 from shardwise.lint.setup import of_script
@@ -18,7 +18,9 @@ _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_los
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
+_CHATS = re.compile(r"(?i)chat|instruct|[-_]it\b|zephyr|hermes|sft|dpo")  # in names of models with a template
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
+_OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
@@ -30,6 +32,8 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
+    given |= {f"{k}={v}" for one in documents for k, v in leaves(one.values) if k.endswith(".type")}
+    given |= set() if _CHATS.search(model) else {"base model"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
@@ -43,6 +47,11 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     tools = [*(tool for tool in also if also[tool]), *tools, "any"]
+    for key, words in _OTHERS.items() if "loop" in tools else ():
+        for one in scripts:
+            if key not in given and (name := words.search(one.text)):
+                said.append(f"to do: {one.name}:{line_at(one.text, name.start(1))}: {name[1]}: write {key}")
+                given |= {key}
     made = dict[str, str]()
     for tool in tools:
         own = list[str]()

@@ -12,7 +12,7 @@ from pathlib import Path
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.suspects import decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
-from shardwise.lint.read import imported
+from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
 from shardwise.lint.shell_text import OPEN
 
@@ -22,7 +22,9 @@ _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)
 
 
 def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
-    """What is said of files that a script imports, that may decide something, and that are not named."""
+    """What is said of unnamed files that a script imports and that may decide something; of idle cells."""
+    if (at := script.text.find(NO_PYTHON)) >= 0:
+        yield f"left out: {script.name}:{line_at(script.text, at)}: a cell with a placeholder is no Python"
     named = {Path(one.name).resolve() for one in documents}
     away = {path: line for path, line in imported(script).items() if path.resolve() not in named}
     files = [str(path) for path in away if decides(path)]

@@ -42,14 +42,18 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
     for key, value in _pairs(document):
         place = (key,) if document.has(key) else tuple(key.split("."))
-        if _is_met(key, setup, strategy):
+        model = str(setup.training("base_model", "model_name_or_path"))
+        own = key.endswith("eos_token") and re.search(TABLE["own_eos"].get(str(value), "(?!)"), model)
+        half = key.endswith("compute_dtype") and "16" in str(value)  # of the job's own 16 bits
+        same = half and ("bfloat" in str(value)) is not (setup.training("fp16") is True)
+        if own or same or _is_met(key, setup, strategy):
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
         if document.syntax != "python" and lacks_number(key, value):
             raise JobError(f"{value!r} is no number", where=at, fix="write a number there")
-        own = "alpaca " if key.startswith("text by") and _ALPACA in document.text else ""
-        meant = _unknown(near) if near else meaning(own + key, value, steps)
+        alpaca = key.startswith("text by") and any(_ALPACA in one.text for one in setup.documents)
+        meant = _unknown(near) if near else meaning("alpaca " * alpaca + key, value, steps)
         rates = document.section("scheduler").get("params") or {}  # of DeepSpeed's warm-up
         linear = "warmup_type" in rates or rates.get("warmup_num_steps") == 0
         notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys() if not linear else ()

@@ -11,8 +11,8 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
 from shardwise.lint.read import found, is_file
-from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names
-from shardwise.lint.setup import Setup
+from shardwise.lint.schema import accelerate_keys, as_number, by_key, closest, names, table
+from shardwise.lint.setup import Setup, leaves_the_file
 from shardwise.lint.shell_text import OPEN
 
 IN_THE_FILE = names("in_the_deepspeed_file")
@@ -21,6 +21,8 @@ DS, FSDP, FILE = "deepspeed_config", "fsdp_config", "deepspeed_config_file"
 LARGEST = 2**31 - 1
 _COUNTS = by_key("accelerate_counts")  # minimum, maximum, and whether text is accepted as a number
 _SECTION_FOR = {"DEEPSPEED": DS, "FSDP": FSDP, "MEGATRON_LM": "megatron_lm_config"}
+_USUAL = table("usual_in_accelerate")  # what runs without a key
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "1", "2")
 _LAUNCH = "accelerate/commands/launch.py: _validate_launch_command"
 _EMPTY = re.compile(r"( *)[^\n]*:\s*(#.*)?\n(\s*(#.*)?\n)*+(?!\1[ -])")  # a key without value or section
 _PLUGIN = "accelerate/utils/dataclasses.py: DeepSpeedPlugin"
@@ -72,6 +74,7 @@ def accelerate_unknown_key(document: Document, _: Setup) -> Iterator[Hit]:
             what += f"; lost: {', '.join(lost)}" if lost else ""
             fix = f"did you mean `{near}`?" if near else f"{', '.join(lost)} in {DS}" if lost else ""
             wrong: Severity = "error" if refuses or near or lost else "warning"
+            wrong = "note" if not refuses and document.get(*key) in _USUAL.get(near or name, ()) else wrong
             yield Hit(key, what, fix, () if lost else (change,), wrong)
 
 
@@ -110,6 +113,11 @@ def accelerate_distributed_type(document: Document, _: Setup) -> Iterator[Hit]:
 @accelerate_rule("error", "accelerate/commands/launch.py, accelerate/utils/launch.py; run with 1.15.0")
 def accelerate_kind_of_value(document: Document, _: Setup) -> Iterator[Hit]:
     """Sections must be sections, counts integers, some unquoted: else the launch stops, or FSDP1 runs."""
+    for name in ("fsdp_backward_prefetch", "backward_prefetch"):
+        asked = document.get(FSDP, name)
+        if kind_of(document) == "FSDP" and asked is not None and str(asked).upper() not in _PREFETCH:
+            what = f"torch has no {asked!r}: accelerate stops with a KeyError"
+            yield Hit((FSDP, name), what, " or ".join(_PREFETCH[:3]))
     for name in (DS, FSDP):
         value = document.get(name)
         if value is not None and not isinstance(value, Mapping):
@@ -157,7 +165,14 @@ def accelerate_file_and_keys(document: Document, _: Setup) -> Iterator[Hit]:
 
 @training_rule("error", "accelerate: config_args.py: load_config_from_file", versions="accelerate>=1.0,<2")
 def deepspeed_file_for_accelerate(document: Document, setup: Setup) -> Iterator[Hit]:
-    """`accelerate launch --config_file` takes accelerate's own YAML: it stops at DeepSpeed's keys."""
+    """`--config_file` takes accelerate's own YAML; --deepspeed_config_file is read with DeepSpeed on only."""
+    kinds = [kind_of(one) for one in setup.of("accelerate") if launched_with(document, one)]
+    if leaves_the_file(document) and "DEEPSPEED" not in kinds and (kinds or not document.has("config_file")):
+        sure = kinds or document.has("multi_gpu") or document.has("use_fsdp")
+        what = "without --use_deepspeed accelerate silently ignores it"
+        what += "" if sure else ", unless default_config.yaml of this machine chooses DEEPSPEED"
+        fix = "--use_deepspeed before the script's name"
+        yield Hit((FILE,), what, fix, severity="error" if sure else "warning")
     named = str(document.get("config_file") or "").rpartition("/")[2]
     for one in setup.of("deepspeed") if named and document.get("launcher") == "accelerate" else ():
         if one.name.rpartition("/")[2] == named:
@@ -203,9 +218,7 @@ def accelerate_offload_and_stage(document: Document, _: Setup) -> Iterator[Hit]:
         key = (DS, name)
         if stage is not None and stage < least and document.get(*key) not in (None, "none"):
             what = f"at stage {stage} it is silently ignored"
-            yield Hit(
-                key, what, f"zero_stage: {least}, or {name}: none"
-            )  # which of them, only the owner knows
+            yield Hit(key, what, f"zero_stage: {least}, or {name}: none")  # only the owner knows which
     for name in ("optimizer", "param"):
         key, path = (DS, f"offload_{name}_device"), f"offload_{name}_nvme_path"
         if document.get(*key) == "nvme" and document.get(DS, path) in (None, "none"):

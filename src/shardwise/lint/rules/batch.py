@@ -25,7 +25,7 @@ def _given(document: Document) -> tuple[int | None, int | None, int | None]:
 
 def data_ranks(document: Document, setup: Setup) -> int | None:
     """DeepSpeed's factor: processes divided by the sequence-parallel size, not by AutoTP's."""
-    if setup.world_size is None:
+    if setup.world_size is None or "PipelineModule(" in setup.scripts:
         return None
     return setup.world_size // max(1, int(document.number("sequence_parallel_size") or 1))
 
@@ -46,6 +46,7 @@ def batch_arithmetic(document: Document, setup: Setup) -> Iterator[Hit]:
     stops = "the Trainer stops" if micro not in (None, document.get(MICRO)) else _STOPS
     product, words = known[0] * (known[1] if complete else 1), " x ".join(map(str, known))
     if ranks is None:
+        complete &= "PipelineModule(" not in setup.scripts  # whose stages share rows
         yield from _without_ranks(total, product, words, complete=complete)
         return
     fits = product * ranks

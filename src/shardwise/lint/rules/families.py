@@ -18,6 +18,7 @@ from shardwise.models.catalog import lookup
 
 _OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
 _FAMILIES: dict[str, str] = table("named_families")
+_KINDS, _OF_FAMILY = table("class_families"), pattern("of_family")
 _TEMPLATES: dict[str, list[str]] = table("chat_templates")
 _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
@@ -58,6 +59,9 @@ def model_of(setup: Setup) -> ModelFacts | None:
         return setup.model
     named = {setup.model.name} if setup.model and _family(setup.model.name) else named_models(setup)
     found = {_family(name): name for name in named}
+    if {*found} <= {""}:  # a folder of the user's own, loaded by the class of a family
+        code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+        found = {_KINDS.get(name, ""): f"{name}{rest}" for name, rest in _OF_FAMILY.findall(code)}
     kind = next(iter(found)) if len(found) == 1 else ""
     made = ModelFacts(name=found[kind], model_type=kind, model_types=(kind,)) if kind else None
     return made or setup.model
@@ -145,7 +149,8 @@ def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
             some = "PEFT silently trains the others only" if len(absent) < len(lasts) else ""
             what += some or "PEFT stops, `not found in the base model`"
             ways = ", or ".join([fix, *(one for one in names("lora_modules") if one in parts)][:2])
-            maybe = some or guess or (setup.model and not setup.model.model_type)
+            by_class = model and _OF_FAMILY.match(f"{model.name}(")
+            maybe = some or guess or (setup.model and not setup.model.model_type and not by_class)
             yield Hit(key, what, ways, severity="warning" if maybe else None, line=line)
 
 
@@ -222,10 +227,15 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
         if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
-    given, masked = _LABELS.search(document.text), "-100" in document.text or "DataCollator" in document.text
+    masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None
     made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
     masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
-    if document.syntax == "python" and given and _PADS.search(document.text) and not masked:
+    if (
+        document.syntax == "python"
+        and (given := _LABELS.search(document.text))
+        and _PADS.search(document.text)
+        and not masked
+    ):
         holder, ids = given[1], given[2] or ""
         apart = (holder and ids and holder != ids) or _ANSWERS.search(ids)  # tokenised on their own
         what = "the labels are padded with the pad token" if apart else "the labels are the padded input ids"

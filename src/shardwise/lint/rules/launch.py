@@ -106,11 +106,8 @@ def more_processes_than_devices(document: Document, setup: Setup) -> Iterator[Hi
     (each, name, holder), (count, shows) = found, seen
     flag = f"--{name} " if name.islower() else f"{name}="  # a variable
     if each < count:
-        plain = (
-            name.islower()
-            and shows.startswith(SHOWS)
-            and not re.search(r"vllm|sglang", " ".join(one.text for one in setup.documents))
-        )
+        plain = name.islower() and shows.startswith(SHOWS)
+        plain = plain and not re.search(r"vllm|sglang", " ".join(one.text for one in setup.documents))
         what = f"{shows} {count} GPUs to {each:g} process{'es' * (each > 1)}: the others stay idle"
         key, line = ((name,), None) if holder is document else ((), document.line(("config_file",)))
         fix = f"{flag}{count}, or fewer GPUs in {SHOWS}"
@@ -289,9 +286,8 @@ def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
     if total and gpus and machines > 1 and total == gpus:
         what = f"{total:g} processes over {machines:g} machines: "
         what += f"{total / machines:g} of the {gpus} GPUs of each"
-        yield Hit(
-            ("num_processes",), what, f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
-        )
+        fix = f"--num_processes {gpus * machines:g}: it counts all machines' GPUs"
+        yield Hit(("num_processes",), what, fix)
 
 
 @training_rule("error", "torch/distributed/elastic/rendezvous: the endpoint's host holds the store")

@@ -28,7 +28,6 @@ _INITIALIZE = "deepspeed.initialize"  # below, patterns of what ast.unparse writ
 _GETS = r" = deepspeed\.initialize\((?:.*\b"
 _ENGINE = re.compile(rf"(?<![\w.])([\w.]+), (\*?[\w.]+).*{_GETS}optimizer=([\w.]+))?")
 _SCHEDULE = re.compile(rf"(?<![\w.])([\w.]+), .*?(\w+){_GETS}lr_scheduler=(?!None)([\w.]+))?")
-_SHARDED = pattern("sharded")
 _MADE = re.compile(r"^ *\(?([\w.]+(?:, .*?)?)\)? = ([\w.]+)\(", re.MULTILINE)
 _SAME = re.compile(r"^ *([\w.]+) = ([\w.]+)$", re.MULTILINE)  # `self.optimizer = optimizer`
 _GIVEN = re.compile(r"(deepspeed\.initialize)\((?:.*\bmodel=|[^,()=]+, )([\w.]+)")
@@ -43,6 +42,9 @@ _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and 
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
 _GATHERS = re.compile(r"GatheredParameters|zero_stage|\bif [^\n]*(deepspeed(?!\.comm)|zero_?3)")
 _LOADS = re.compile(r"(?:AutoModel\w*|For\w+)\.from_pretrained\((?:.*\n)*.*(?:Trainer\(|\.backward\()")
+_OF_TORCH = re.compile(r"^((torch\.)?distributed|dist)\.(?=[a-z])")
+SHARDED = pattern("sharded")
+_ACCUMULATE = "`with accelerator.accumulate(model):` around the forward pass, backward and step"
 _NEW = pattern("new")
 _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens|len\([\w.]*tok\w*er\)")
 
@@ -138,6 +140,12 @@ def stepped(call: ast.Call) -> str:
 def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
     """A name is used that the script neither defines nor imports; an error where it is a misspelt one."""
     missing = dict.fromkeys(document.get(UNDEFINED) or [])
+    known = names("wait_for_all") + names("of_distributed")
+    for call in within(tree_of(document)) if "comm as dist" not in document.text else ():  # DeepSpeed's
+        last = _OF_TORCH.sub("", said := ast.unparse(call.func))
+        if last != said and last not in known and (near := closest(last, known, least=0.85)):
+            what = f"torch.distributed has no `{last}`: AttributeError"
+            yield Hit((), what, f"did you mean `{near}`?", line=call.lineno)
     nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []
     bound = {one.id for one in nodes if isinstance(one.ctx, ast.Store)}
     for node in (one for one in nodes if one.id in missing and _certain(document, one)):
@@ -194,10 +202,10 @@ def made_by(document: Document) -> dict[str, str]:
 def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """One process calls what waits for all others: the run hangs."""
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
-    sharded_at = [one.lineno for one in calls(document, "fully_shard", "FullyShardedDataParallel")] or [0]
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
-    parts = _SHARDED.findall(ast.unparse(tree_of(document)) + "\n")
     found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
+    parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row}
+    wraps = [*calls(document, "fully_shard", "FullyShardedDataParallel")]
     for where, body, others in branches(document):
         others_call |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
         for call in within(*body):
@@ -205,8 +213,8 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
-            held = any(owner and owner in (to, model) and said in below for _, to, model, below in parts)
-            held = held and call.lineno > min(sharded_at)
+            held = owner in parts and last in names("wait_in_fsdp")
+            held = held and any(one.lineno < call.lineno and not known.flow.apart(one, call) for one in wraps)
             gathers = last in names("wait_in_shards")
             certain = not gathers or (sharded and f"def {last}(" not in texts)
             lower = gathers and any(elsewhere(*one, known) for one in known.flow.taken(call))  # than 3
@@ -216,8 +224,9 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     # where the others call it too, they meet
     alone = {line: one for line, one in found.items() if one[0].rpartition(".")[2] not in others_call}
     for where in dict.fromkeys(place for _, place in alone.values()):
-        (line, said), *rest = [(line, said) for line, (said, place) in alone.items() if place == where]
-        more = "".join(f", `{one}` (line {document.at(at)})" for at, one in rest)
+        mine = {(document.at(line), said): line for line, (said, place) in alone.items() if place == where}
+        ((_, said), line), *rest = mine.items()
+        more = "".join(f", `{one}` (line {at})" for (at, one), _ in rest)
         what = f"`{said}`{more} wait{'s' * (not rest)} for all processes, and {where} lets one call it: "
         what += "the run hangs"
         fix, source = "call it in all processes, outside the condition", ""
@@ -358,22 +367,27 @@ def loss_divided_twice(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @loop_rule("error", "accelerate/accelerator.py: accumulate; optimizer.py: step", versions="accelerate<2")
-def accumulate_is_missing(document: Document, _: Setup) -> Iterator[Hit]:
+def accumulate_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without `accumulate` an Accelerator's optimizer steps at every micro-batch."""
     count, program, known = _accumulated(document), tree_of(document), values_of(document)
-    if not count or re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
+    if re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
-        if _STEPS.search(body) or ("continue" in body and "%" in ast.unparse(spelled_out(test.test, known))):
+        waits = "%" in ast.unparse(spelled_out(test.test, known))
+        if _STEPS.search(body) or ("continue" in body and waits):
+            steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+            if waits and steps and re.search(r"(?i)accel\w*\.backward\(", document.text):
+                what = f"`if {ast.unparse(test.test)}` does not accumulate: under DeepSpeed "
+                what += "accelerator.backward takes the step, at every micro-batch"
+                yield Hit((), what, _ACCUMULATE, line=test.lineno)
             return  # accumulates by hand
     loops = [around(program, call) for call in calls(document, "backward")]
-    for call in calls(document, "step"):
+    for call in calls(document, "step") if count else ():
         loop = around(program, call)
         if loop in loops and isinstance(loop, ast.For | ast.While) and _STEPS.search(ast.unparse(call)):
             many = f"{count} times as often as asked" if count.isdigit() else f"also if `{count}` is above 1"
             what = f"nothing calls `accumulate`: the optimizer steps at every micro-batch, {many}"
-            fix = "`with accelerator.accumulate(model):` around the forward pass, backward and step"
             severity: Severity | None = None if count.isdigit() else "warning"
-            yield Hit((), what, fix, severity=severity, line=call.lineno)
+            yield Hit((), what, _ACCUMULATE, severity=severity, line=call.lineno)
             return

@@ -12,7 +12,7 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.loop import around, made_by
+from shardwise.lint.rules.loop import SHARDED, around, made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
@@ -343,10 +343,12 @@ def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     for call in clips if scaled and "unscale_(" not in document.text else ():
         if not all(values_of(document).flow.apart(one, call) for one in calls(document, "scale")):
             yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
-    parts = [name for name, by in made_by(document).items() if by.endswith("FullyShardedDataParallel")]
-    for call in clips if parts else ():
+    wraps = [*calls(document, "FullyShardedDataParallel")]
+    parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row if wraps}
+    for call in clips if "no_shard" not in document.text.lower() else ():
         held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
-        if held and "_norm_" in ast.unparse(call.func) and "no_shard" not in document.text.lower():
+        apart = any(values_of(document).flow.apart(one, call) for one in wraps)
+        if held and not apart and "_norm_" in ast.unparse(call.func):
             what = "each process clips by the norm of its own shards: the shards get different factors"
             fix, source = f"{held[0]}.clip_grad_norm_(...)", "torch/distributed/fsdp: clip_grad_norm_"
             yield Hit((), what, fix, severity="warning", line=call.lineno, source=source)

@@ -62,7 +62,8 @@ def untested_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
 @rule("warning", f"{_BASIC}: ADAM_W_MODE_DEFAULT")
 def adam_is_adamw(document: Document, _: Setup) -> Iterator[Hit]:
     """DeepSpeed's Adam is AdamW unless `adam_w_mode` is false: weight decay is decoupled."""
-    if _name(document) == "adam" and "adam_w_mode" not in document.section(*_PARAMS):
+    decays = document.get(*_PARAMS, "weight_decay") not in (None, 0)  # else both are the same
+    if decays and _name(document) == "adam" and "adam_w_mode" not in document.section(*_PARAMS):
         fix = '"type": "AdamW", or "adam_w_mode": false in its params'
         yield Hit(_TYPE, fix=fix, changes=(Put(_TYPE, "AdamW"),))
 

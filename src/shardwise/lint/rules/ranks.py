@@ -112,12 +112,15 @@ def sampler_without_set_epoch(document: Document, setup: Setup) -> Iterator[Hit]
 def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
     program, known = ast.unparse(tree_of(document)), values_of(document)
-    nodes = max((one.number(name) or 1 for one in setup.documents for name in _NODES), default=1)
-    for call in calls(document, "set_device") if nodes > 1 else ():
+    counts = (one.number(name) for one in setup.documents for name in _NODES)
+    nodes = max(filter(None, counts), default=1 if setup.launched or "LOCAL_RANK" not in program else 0)
+    for call in calls(document, "set_device", "device", "to", "cuda") if nodes != 1 else ():
         said = " ".join(ast.unparse(known.meant(one)) for one in ast.walk(call) if one is not call)
         if _GLOBAL.search(said) and "%" not in said and "local" not in said.lower():
             what = "the rank counts over all nodes: from the second node on, no GPU has that number"
-            yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=call.lineno)
+            severity: Severity = "error" if nodes else "warning"  # where the command's nodes are not known
+            yield Hit((), what, f"{_OWN} in its place", severity=severity, line=call.lineno)
+            return
     several = distributed(setup) or _WRAPS.search(program) is not None
     if setup.world_size == 1 or not several or "CUDA_VISIBLE_DEVICES" in program:
         return
@@ -185,7 +188,8 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     parts = [part for loop in iterated for part in ast.walk(loop)]
     loops = " ".join(ast.unparse(one) for part in parts for one in (part, values_of(document).meant(part)))
     loaders = [one for one in made if made[one].endswith("DataLoader") and not _HELD_OUT.search(one)]
-    if "Sampler" not in text:
+    own = _ROWS_BY_RANK.search(text) and re.search(r"\.(to|cuda)\(", loops + text)  # rows divided by hand
+    if "Sampler" not in text and not own:
         named += [(one, "DataLoader", one) for one in loaders if re.search(rf"\b{one}\b", loops)]
     for name, kind, place in named:
         bound = rf"^ *(?:[^=(\n]*, )?\(?{name}(?:, [^=\n]*)? = |def .*\b{name}\b"

@@ -25,7 +25,8 @@ _JSON_LOAD = "deepspeed/runtime/config.py: hjson.load; accelerate/utils/deepspee
 def autos(document: Document) -> list[Key]:
     """Keys with the value `auto` that are not DeepSpeed's own."""
     keys = [key for key in document.marks if document.get(*key) == AUTO and key not in document.unknown]
-    return [key for key in keys if ".".join(key) not in _OWN_AUTO]
+    off = [one for one in ("fp16", "bf16") if document.get(one, "enabled") is False]  # which is not read
+    return [key for key in keys if ".".join(key) not in _OWN_AUTO and (key[0] not in off or len(key) < 2)]
 
 
 @rule("error", "deepspeed/runtime/config_utils.py: DeepSpeedConfigModel.__init__; run with 0.19.8")

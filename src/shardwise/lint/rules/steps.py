@@ -18,6 +18,7 @@ _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
 _GENERATORS = re.compile(r"(?m)^ *([\w.]+) = (?:filter\(.*, )?[\w.]+\.parameters\(\)\)?$")
+_LISTED = "clip_grad_norm_(model.parameters(), ...), or list(...) where {} is made"
 _FIXED = re.compile(r"(?i)\bema_|_ema\b|teacher|\bref_")  # weights that no optimizer changes
 _LOGS = re.compile(r"\+= .*\b(detach|item)\(\)")  # of a sum that is shown, and has no gradients
 _OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
@@ -200,6 +201,9 @@ def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
             if often and of_steps:
                 what = f"the schedule counts steps, and advances at micro-batches: it ends after 1/{count}"
                 yield Hit((), what, f"`{name}.step()` next to the optimizer's", line=run.call.lineno)
+            elif often and "len(" not in texts and not re.search(r"(?i)micro|iter|batch", texts):
+                what = f"the schedule advances at each micro-batch, {count} times a step of the optimizer"
+                yield Hit((), what, f"`{name}.step()` next to it", severity="warning", line=run.call.lineno)
             of_batches = re.search(r"\blen\([\w.]*load", texts) and not re.search("/|accum|_steps", texts)
             if not often and of_batches:
                 what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
@@ -292,9 +296,10 @@ def parameters_are_used_up(document: Document, _: Setup) -> Iterator[Hit]:
     read = {ast.unparse(one.args[0]): one.lineno for one in reads if is_optimizer(ast.unparse(one.func))}
     for call in (one for one in reads if ast.unparse(one.func).endswith("clip_grad_norm_")):
         name, before = (said := ast.unparse(call.args[0])), read.get(said, call.lineno)
+        loop, bound = around(program, call), [line for to, line in sets if to == said]
+        if isinstance(loop, ast.For | ast.While) and said not in read and max(bound) < loop.lineno:
+            what = f"`{name}` is a generator, which the first step reads: later steps clip nothing"
+            yield Hit((), what, _LISTED.format(name), line=call.lineno)
         if call.lineno > before and not any(before < n < call.lineno for to, n in sets if to == name):
-            what = (
-                f"`{name}` is a generator, which the optimizer of line {document.at(read[name])} has read: "
-            )
-            fix = f"clip_grad_norm_(model.parameters(), ...), or list(...) where {name} is made"
-            yield Hit((), f"{what}nothing is clipped", fix, line=call.lineno)
+            what = f"`{name}` is a generator, which the optimizer of line {document.at(read[name])} read: "
+            yield Hit((), f"{what}nothing is clipped", _LISTED.format(name), line=call.lineno)

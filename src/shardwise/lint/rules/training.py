@@ -116,7 +116,10 @@ def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
     launcher = setup.training("launcher") not in (None, "python", "python3")
     launcher |= setup.training("deepspeed") not in (None, False)
-    return launcher or bool(setup.of("deepspeed") or setup.of("accelerate")) or (setup.world_size or 0) > 1
+    shell = "\n".join(one.text for one in setup.of("training") if one.syntax == "shell")
+    alone = re.search(r"(?m)^[^#\n]*CUDA_VISIBLE_DEVICES=[\"']?\d+\b(?!,)", shell)  # one GPU is shown
+    several = launcher or bool(setup.of("deepspeed") or setup.of("accelerate"))
+    return (several and not alone) or (setup.world_size or 0) > 1
 
 
 @training_rule("error", "accelerate/accelerator.py: verify_device_map; transformers: from_pretrained")

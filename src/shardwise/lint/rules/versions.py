@@ -51,7 +51,7 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
             break
     for name, text in texts.items():
         listed = text if name == document.name else _MAJOR.sub(r"\1==\2.*", text)
-        for one, pin in _PINS.findall(listed):
+        for one, pin in _PINS.findall(re.sub(r"(?m)(^|\s)#(?!.*install).*", "", listed)):
             bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
             if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
                 found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
@@ -110,7 +110,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
                 yield Hit((first,), what, fix, changes, severity, given[first,][0])
 
 
-@training_rule("warning", "transformers/hf_argparser.py: parse", versions="transformers>=5")
+@training_rule("error", "transformers/hf_argparser.py: parse", versions="transformers>=5")
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = setup.scripts
@@ -129,13 +129,14 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
-            yield Hit((old,), what, fix, changes)
+            severity: Severity | None = "warning" if older or "return_remaining" in text else None
+            yield Hit((old,), what, fix, changes, severity)
 
 
-@training_rule("warning", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
+@training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
 def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
-    for node in ast.walk(tree_of(document)):
+    for node in ast.walk(program := tree_of(document)):
         if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
             continue
         package = str(node.module).partition(".")[0]
@@ -144,12 +145,15 @@ def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         copies = [one / part / package / "__init__.py" for one in above for part in ("", "src")]
         if re.search(fork, document.text) or any(map(is_file, copies)):
             continue  # a copy of its own
-        for alias in node.names:
-            now = _REMOVED.get(f"{package}.{alias.name}", "nothing: remove it")
-            gone = f"{package}.{alias.name}" in _REMOVED
-            gone |= package == "transformers" and any(re.fullmatch(one, alias.name) for one in _GONE)
-            if gone and not _asks_first(document, node.lineno, alias.name):
+        module = ".".join(str(node.module).split(".")[:2])
+        names_ = [module.rpartition(".")[2]] if module in _REMOVED else [one.name for one in node.names]
+        for name in names_:
+            now = _REMOVED.get(f"{package}.{name}", "nothing: remove it")
+            gone = f"{package}.{name}" in _REMOVED
+            gone |= package == "transformers" and any(re.fullmatch(one, name) for one in _GONE)
+            if gone and not _asks_first(document, node.lineno, name):
                 older = _older(document, setup, package)
-                what = f"{package} has no `{alias.name}`, which earlier versions had: ImportError"
+                what = f"{package} has no `{name}`, which earlier versions had: ImportError"
                 what += f" from {package} {_NOW[package]} on; {older}" if older else ""
-                yield Hit((), what, f"{alias.name} -> {now}", line=node.lineno)
+                severity: Severity | None = "warning" if older or node not in program.body else None
+                yield Hit((), what, f"{name} -> {now}", severity=severity, line=node.lineno)
