@@ -54,7 +54,7 @@ def plain(key: str, value: Any) -> Any:
     if isinstance(value, list):
         return "all-linear" if {*value} == _ALL else sorted(map(str, value))
     if isinstance(value, str):
-        return value.casefold().removeprefix("./").rstrip("/")
+        return value.casefold().replace("\\", "/").removeprefix("./").rstrip("/")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
