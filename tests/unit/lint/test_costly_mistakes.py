@@ -128,7 +128,7 @@ ACCELERATED = "from accelerate import Accelerator\nacc = Accelerator()\nmodel = 
         (FSDP2 + "model = FullyShardedDataParallel(model)\n" + SAVES, "", 1),
         (FSDP2 + "model = DistributedDataParallel(model)\n" + SAVES, "", 0),
         (FSDP2 + "fully_shard(other)\n" + SAVES, "", 0),
-        (FSDP2 + "if args.fsdp:\n    fully_shard(model)\n" + SAVES, "", 0),
+        (FSDP2 + "if args.fsdp:\n    fully_shard(model)\n" + SAVES, "", 1),
         (FSDP2 + "fully_shard(model)\n" + SAVES.replace("model.state_dict()", "state"), "", 0),
         (ACCELERATED + "if acc.is_main_process:\n    acc.get_state_dict(model)\n", FSDP_FILE, 1),
         (ACCELERATED + "if acc.is_main_process:\n    acc.save_state('x')\n", FSDP_FILE, 1),
