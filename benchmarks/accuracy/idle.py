@@ -29,8 +29,8 @@ def summary() -> str:
     gpus = ", ".join(sorted({row["gpu"] for row in rows}))
     day = min(row["date"] for row in rows)[:10]
     return (
-        f"{gpus}, {day}: in {within} of {len(judged)} rows the GPU waits for at most {100 * ALLOWED:.0f} % of"
-        f" the step. Of {len(rows) - len(judged)} more nothing can be said."
+        f"{gpus}, since {day}: in {within} of {len(judged)} rows the GPU waits for at most"
+        f" {100 * ALLOWED:.0f} % of the step. Of {len(rows) - len(judged)} more nothing can be said."
     )
 
 

@@ -97,7 +97,7 @@ def _read_yaml(files: Sequence[Path]) -> bool:
 def unreadable(name: str, error: UnreadableError) -> Finding:
     """The finding for a broken file, or one of no known kind: a note, where others could be read."""
     harmless = error.what in (UNKNOWN, NO_COMMAND) and not name.endswith(".json")
-    severity: Severity = "note" if harmless else "warning" if error.what.startswith("Python ") else "error"
+    severity: Severity = "note" if harmless else "warning" if error.ours else "error"
     found = Finding(rule="unreadable", severity=severity, file=name, what=error.what, fix=error.fix)
     return replace(found, line=error.line, cell=error.cell)
 

@@ -20,10 +20,11 @@ AUTO = "auto"  # the value that Hugging Face's Trainer and Accelerate fill in; D
 class UnreadableError(Exception):
     """The text cannot be read as what it seems to be."""
 
-    def __init__(self, what: str, *, line: int, fix: str) -> None:
+    def __init__(self, what: str, *, line: int, fix: str, ours: bool = False) -> None:
+        """`ours`: the reader cannot, the file may be right."""
         super().__init__(what)
         self.what, self.line, self.fix = what, line, fix
-        self.cell = 0  # of a notebook, in which the line then counts
+        self.ours, self.cell = ours, 0  # of a notebook, in which the line then counts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,13 @@ _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no ch
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
-_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _, _MAKES = map(
-    re.compile, toml_file("foreign.toml")["row_words"].values()
-)
+_WORDS = toml_file("foreign.toml")["row_words"]
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES = (
+    re.compile(_WORDS[name]) for name in (
+        "template", "prompt", "no_text", "prints", "ignored", "part", "model", "loaded", "moved", "built",
+        "makes_prompt",
+    )
+)  # fmt: skip
 _OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
 
 

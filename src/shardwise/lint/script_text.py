@@ -40,7 +40,7 @@ def read_python(text: str, file: str) -> Document:
         mine = f"Python 3.{version_info[1]}"
         who = f"{mine}, which runs check, stops" if newer else f"it is not {mine}"
         fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
-        raise UnreadableError(f"{who}: {why}", line=line, fix=fix) from None
+        raise UnreadableError(f"{who}: {why}", line=line, fix=fix, ours=newer) from None
     said = Settings(text)
     if undefined := said.known.undefined():
         said.values[UNDEFINED], said.marks[UNDEFINED,] = [*undefined], Mark(line=min(undefined.values()))

@@ -20,13 +20,18 @@ def own_pool(trace: StepTrace) -> bool:
     return trace.one_shape and trace.precision != "fp32"
 
 
-def gradients_stay(trace: StepTrace, strategy: Strategy) -> bool:
+def gradients_stay(strategy: Strategy, *, adapters: bool) -> bool:
     """Whether recorded passes add to gradients that are allocated once (decision 0088).
 
     With accumulation they have to be, and those of adapters are small. Others are made in the passes' pool.
     """
-    frozen = len(trace.trainable) < len(trace.parameters)
-    return own_pool(trace) and (frozen or strategy.accumulation > 1)
+    return adapters or strategy.accumulation > 1
+
+
+def sums_stay(trace: StepTrace, strategy: Strategy) -> bool:
+    """The same of a trace; False where no passes are recorded."""
+    adapters = len(trace.trainable) < len(trace.parameters)
+    return own_pool(trace) and gradients_stay(strategy, adapters=adapters)
 
 
 class SingleMemory(SummedGradients):
@@ -35,7 +40,7 @@ class SingleMemory(SummedGradients):
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)
         self._optimizer = strategy.optimizer
-        self._own_pool, self._stay = own_pool(trace), gradients_stay(trace, strategy)
+        self._own_pool, self._stay = own_pool(trace), sums_stay(trace, strategy)
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace

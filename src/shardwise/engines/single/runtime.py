@@ -9,6 +9,7 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
+from shardwise.engines.single.memory import gradients_stay
 from shardwise.engines.single.recorded import RecordedPasses
 
 
@@ -26,8 +27,8 @@ class SingleEngine(TorchEngine):
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         masters, device = [*self._masters.values()], self.world.device
         if device.type == "cuda" and self._strategy.precision != "fp32" and self._one_shape():
-            frozen = any(not weight.requires_grad for weight in self.module.parameters())
-            stay = frozen or self._strategy.accumulation > 1
+            adapters = any(not weight.requires_grad for weight in self.module.parameters())
+            stay = gradients_stay(self._strategy, adapters=adapters)
             self._recorded = RecordedPasses(self._loss, masters, device, gradients_stay=stay)
         return self._masters, ()
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from shardwise.engines.single.memory import gradients_stay, own_pool
+from shardwise.engines.single.memory import own_pool, sums_stay
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
@@ -19,7 +19,7 @@ class SingleSchedule(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.stay = gradients_stay(trace, strategy)
+        self.stay = sums_stay(trace, strategy)
         self.recorded = own_pool(trace) and not trace.host_waits
         if self.recorded:
             self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]

@@ -375,8 +375,8 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
         if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
         there = Path(name).name in given or any(is_file(folder / name) for folder in folders)
-        there_ = re.escape(Path(name).name)
-        if there or Path(name).is_absolute() or re.search(_WRITES.replace("NAME", there_), setup.scripts):
+        writes = _WRITES.replace("NAME", re.escape(Path(name).name))
+        if there or Path(name).is_absolute() or re.search(writes, setup.scripts):
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)
