@@ -119,7 +119,8 @@ class Loop:
             self._issue()
             step, train = self.progress.step, self.job.train
             early = train.worst_case_first and step == 1
-            if early or step == last_step or (train.save_every and step % train.save_every == 0):
+            due = train.save_every and (early or step % train.save_every == 0)
+            if due or step == last_step:
                 self.save(wait=step == last_step)
                 saved_at = step
             self._evaluate_if_due()

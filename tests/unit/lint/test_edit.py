@@ -167,21 +167,21 @@ def test_text_that_two_keys_share_is_not_edited(change: Change) -> None:
     ],
 )
 def test_comments_of_any_length_are_read_at_once(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     document = read_json(text, "t")
     assert (dict(document.values), document.trailing_commas) == ({"a": 1}, (7,))
     assert json.loads(edited(document, [Strict()]).text) == {"a": 1}
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
     "text", ['{"a": 1, ' + "/* " * 100_000, '{"a": ' + '"\\"' * 100_000, "{" + "," * 100_000]
 )
 def test_broken_text_of_any_length_is_refused_at_once(text: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(UnreadableError):
         read_json(text, "t")
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

@@ -380,9 +380,9 @@ def test_a_configuration_that_the_script_writes_itself(script: str, line: int | 
     ],
 )
 def test_no_script_is_too_strange(script: str, tmp_path: Path) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     of_script(HEAD + script + CALL.format("c"), tmp_path)
-    assert time.monotonic() - begun < 10, "dicts of dicts would take hours"
+    assert time.process_time() - begun < 10, "dicts of dicts would take hours"
 
 
 def test_auto_in_a_dict_is_judged_by_who_is_given_it(tmp_path: Path) -> None:

@@ -173,10 +173,10 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_no_text_takes_long(name: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with contextlib.suppress(UnreadableError):  # no command in most of them
         read_shell(LONG[name], "run.sh", plain=True)
-    assert time.monotonic() - began < 15
+    assert time.process_time() - began < 15
 
 
 @pytest.mark.parametrize("between", [" ", " \\\n", " \\\n  NCCL_DEBUG=INFO \\\n"])

@@ -150,10 +150,12 @@ def test_evaluates_before_on_the_way_and_after_and_saves_the_last_step() -> None
     assert diary.losses == [5, 4, 3, 2]
 
 
-def test_the_worst_case_is_saved_after_the_first_step() -> None:
-    loop, diary = make([5, 4], steps=2, worst_case_first=True)
+@pytest.mark.parametrize("every", [0, 9])
+def test_the_worst_case_is_saved_after_the_first_step_if_there_are_saves(every: int) -> None:
+    loop, diary = make([5, 4], steps=2, worst_case_first=True, save_every=every)
     loop.run(2)
-    assert diary.lines == ["eval 0: 2.0", "step 1", "save 1", "step 2", "save 2", "eval 2: 2.0"]
+    first = ["save 1"] if every else []
+    assert diary.lines == ["eval 0: 2.0", "step 1", *first, "step 2", "save 2", "eval 2: 2.0"]
 
 
 def test_a_pause_is_saved_and_not_evaluated_as_an_end() -> None:
@@ -360,7 +362,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_the_next_step() -> 
                 time.sleep(0.001)
 
     saver = Saver(Disk().save, lambda _: fails)
-    loop, _ = make([5] * 50, steps=50, worst_case_first=True, evaluated=True)
+    loop, _ = make([5] * 50, steps=50, worst_case_first=True, save_every=50, evaluated=True)
     loop.saver = saver
     loop.observer = diary = Waiting()
     with pytest.raises(MachineError, match="the disk is full"):
