@@ -368,7 +368,6 @@ def test_rows_that_a_script_divides_itself(tmp_path: Path, rows: str, hits: int)
         ("import shutil\nshutil.copy('a.json', os.path.join(out, 'ds.json'))", 0),
         ("with open('log.txt', 'w') as f:\n    f.write('')", 1),
         ("(Path(out) / 'log.txt').write_text('')", 1),
-        ("name = 'log.txt'\nwith open(name, 'w') as f:\n    f.write('')", 1),
         ("with open(f'{out}/rows.jsonl', 'w') as f:\n    f.write('')", 1),
         ("import torch\ntorch.save({}, out)", 1),
     ],

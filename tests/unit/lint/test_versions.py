@@ -235,8 +235,7 @@ def test_lock_files_and_scripts_that_install_ask_for_a_version(
     assert (f"{name} asks for transformers" in one.what) is (severity == "warning")
 
 
-def test_a_script_that_only_prints_a_version_asks_for_none(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text("echo 'tested with transformers==4.44.2'\n")
+def test_a_readme_asks_for_no_version(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("```\npip install transformers==4.44.2\n```\n")
     (tmp_path / "train.py").write_text("from transformers import AdamW\n")
     (one,) = removed_in(tmp_path / "train.py", rule="import-was-removed")

@@ -22,9 +22,8 @@ from shardwise.lint.rules.training import (
     values_of,
     within,
 )
-from shardwise.lint.schema import as_number, closest, names, table, toml_file
+from shardwise.lint.schema import as_number, closest, names, pattern, table, toml_file
 from shardwise.lint.script_inputs import options
-from shardwise.lint.script_writes import endings
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
 
@@ -359,15 +358,8 @@ def unknown_tool(document: Document, setup: Setup) -> Iterator[Hit]:
 
 _NAMED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file")
 _OF_TOOLS = ("deepspeed_configs/", "examples/deepspeed/", "examples/accelerate/")
+_WRITES = pattern("writes").pattern  # a file of that name, or of one that only a run knows
 _ABOVE = 5  # folders that a command may run in
-
-
-def _is_written(name: str, document: Document, setup: Setup) -> bool:
-    """Whether a script may write a file of this name, or the command does."""
-    if document.syntax == "shell" and re.search(rf"(>|\btee\b)[^\n|;&<]*{re.escape(name)}", document.text):
-        return True
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
-    return any(name.endswith(end) for one in scripts for end in endings(tree_of(one), values_of(one).meant))
 
 
 @training_rule("error", "the file system")
@@ -382,9 +374,10 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
             continue
         if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
-        last = Path(name).name
-        there = last in given or any(is_file(folder / name) for folder in folders)
-        if there or Path(name).is_absolute() or _is_written(last, document, setup):
+        there = Path(name).name in given or any(is_file(folder / name) for folder in folders)
+        writes = _WRITES.replace("NAME", re.escape(Path(name).name)).replace("EXT", Path(name).suffix)
+        shell = document.text if document.syntax == "shell" else ""
+        if there or Path(name).is_absolute() or re.search(writes, f"{setup.scripts}\n{shell}"):
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)

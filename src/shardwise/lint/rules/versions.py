@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from os.path import relpath
 from pathlib import Path
@@ -32,11 +31,11 @@ _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@
 )
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
-_LARGEST_LOCK = 5_000_000
-_NEAR = 2  # folders whose scripts install what a script needs: its own, and the one above
+_LARGEST_LOCK, _NEAR = 5_000_000, 2  # folders whose scripts install for a script: its own, and one above
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
 _ASKS = pattern("asks")  # which version is installed
+_GIVES_IDS, _AS_IDS, _BOTH = pattern("gives_ids"), pattern("as_ids").pattern, pattern("both_kinds")
 
 
 def _older(document: Document, setup: Setup, package: str = "transformers") -> str:
@@ -52,7 +51,8 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
         asking = (*names("requirements"), *(names("installs") if level < _NEAR else ()))
         for path in (one for name in asking for one in folder.glob(name) if is_file(one)):
             with suppress(OSError):
-                texts.setdefault(relpath(path), _pins_in(path, path.stat().st_mtime_ns))
+                text = read_bounded(path, _LARGEST_LOCK).decode(errors="replace")
+                texts.setdefault(relpath(path), "\n".join([text, *map("==".join, _LOCKED.findall(text))]))
         if (folder / ".git").exists():
             break
     for name, text in texts.items():
@@ -62,16 +62,6 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
             if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
                 found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
     return found.get(package) or found.get("transformers") or found.get("trl", "")
-
-
-@lru_cache(maxsize=64)
-def _pins_in(path: Path, _changed: int) -> str:
-    """The text of a file; of a lock file its versions as pins, of a script for the shell what it installs."""
-    text = read_bounded(path, _LARGEST_LOCK).decode(errors="replace")
-    if path.name.lower().endswith(".lock"):
-        return "\n".join(map("==".join, _LOCKED.findall(text)))
-    installs = path.match("*.sh") or path.name.startswith(("Docker", "Make"))
-    return "\n".join(re.findall(r"(?m)^.*\binstall\b.*", text.replace("\\\n", " "))) if installs else text
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -186,3 +176,22 @@ def _brought(program: ast.Module) -> Iterator[tuple[Any, str, list[str]]]:
                 yield from ((node, one.name, list[str]()) for one in given)
             case ast.Attribute(value=ast.Name(id=path), attr=name) if path in _NOW and path in plain:
                 yield node, path, [name]
+
+
+@training_rule("error", "transformers 5.23: apply_chat_template; run", versions="transformers>=5")
+def chat_template_gives_a_dict(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`apply_chat_template` of transformers 5 returns a dict by default: what takes it as ids fails."""
+    known, found = values_of(document), calls(document, "apply_chat_template")
+    made = {call for call in found if _GIVES_IDS.match(ast.unparse(call)) and not _BOTH.search(document.text)}
+    above = {child: node for node in ast.walk(tree_of(document)) for child in ast.iter_child_nodes(node)}
+    for node in (one for one in above if made and isinstance(one, ast.Name | ast.Call)):
+        by: Any = known.meant(node)
+        moved = getattr(getattr(by, "func", None), "attr", "") == "to"  # which returns the same
+        by = by.func.value if moved else by
+        use = re.match(_AS_IDS.replace("IDS", re.escape(ast.unparse(node))), ast.unparse(above[node]))
+        if by in made and use and not _asks_first(document, by.lineno, "apply_chat_template"):
+            older = _older(document, setup)
+            what = f"`{use[0][:60]}` takes as ids what apply_chat_template returns, a dict of ids and mask"
+            what += f"; {older}" * bool(older)
+            yield Hit((), what, "return_dict=False", (), "warning" if older else None, by.lineno)
+            made.discard(by)
