@@ -230,3 +230,15 @@ def test_a_tokenizer_that_another_file_makes_may_have_a_pad_token(
     tmp_path: Path, made: str, hits: int
 ) -> None:
     assert severities(tmp_path, "no-pad-token", a_py=LLAMA.format(made)) == ["error"] * hits
+
+
+@pytest.mark.parametrize(("name", "hits"), [("run_sh", 0), ("train_py", 1)])
+def test_a_line_of_python_in_a_script_for_the_shell_trains_nothing(
+    tmp_path: Path, name: str, hits: int
+) -> None:
+    code = "import torch; torch.cuda.set_device(0); print(torch.ones(1))"
+    texts = {"train_py": "import torch\nloss.backward()\n"}
+    texts |= {"run_sh": f'torchrun --nproc_per_node 2 train.py\npython -c "{code}"\n' * (name == "run_sh")}
+    texts["train_py"] += "torch.cuda.set_device(0)\n" * (name == "train_py")
+    texts["run_sh"] = texts["run_sh"] or "torchrun --nproc_per_node 2 train.py\n"
+    assert len(severities(tmp_path, "one-gpu-for-all", **texts)) == hits
