@@ -177,6 +177,10 @@ def test_a_chat_template_gives_a_dict(tmp_path: Path, made: str, use: str, hits:
     text = CHAT.format(made, use)
     rule = "chat-template-gives-a-dict"
     assert severities(tmp_path, rule, a_py=text) == ["error"] * hits
+    trusting = text.replace(
+        'Tokenizer.from_pretrained("a/b"', 'Tokenizer.from_pretrained("a/b", trust_remote_code=True'
+    )
+    assert severities(tmp_path, rule, a_py=trusting) == ["warning"] * hits
     (tmp_path / "requirements.txt").write_text("transformers==4.50\n")
     assert severities(tmp_path, rule, a_py=text) == ["warning"] * hits
 
