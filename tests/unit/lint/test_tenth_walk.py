@@ -29,6 +29,7 @@ AXOLOTL = {
     "lora_target_linear": "true",
     "gradient_accumulation_steps": "4",
     "micro_batch_size": "2",
+    "num_epochs": "1",
     "optimizer": "adamw_bnb_8bit",
     "lr_scheduler": "cosine",
     "learning_rate": "0.0002",
@@ -65,6 +66,7 @@ def written(base: dict[str, str], changes: str) -> str:
         ("-gradient_accumulation_steps; batch_size: 8", []),
         ("batch_size: 8", ["error"]),
         ("-learning_rate", ["error"]),
+        ("-learning_rate; -micro_batch_size; -num_epochs", []),  # a part of a file
         ("save_strategy: epoch; save_steps: 100", ["error"]),
         ("save_strategy: steps; save_steps: 100", []),
         ("test_datasets: [{path: a}]", ["error"]),
