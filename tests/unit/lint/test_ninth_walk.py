@@ -238,6 +238,13 @@ def test_a_prefetch_that_torch_does_not_have(tmp_path: Path, row: str, hits: int
         ("from transformers.deepspeed import HfDeepSpeedConfig", ["error"]),
         ("from transformers.deepspeed import is_deepspeed_zero3_enabled", ["error"]),
         ("from transformers.generation_utils import GenerationMixin", ["error"]),
+        ("import transformers.deepspeed", ["error"]),
+        ("import transformers.deepspeed as ds", ["error"]),
+        ("import transformers as t\nt.AdamW(x)", ["error"]),
+        ("import trl\ndef make():\n    return trl.PPOTrainer(x)", ["error"]),
+        ("from mine import transformers\ntransformers.AdamW(x)", []),
+        ("import transformers\ntransformers.Trainer(x)", []),
+        ("try:\n    import transformers.deepspeed\nexcept ImportError:\n    deepspeed = None", []),
         ("from transformers import AdamW", ["error"]),
         ("# Tested with transformers==4.30\nfrom transformers import AdamW", ["error"]),
         ("PIP = 'pip install transformers==4.30'\nfrom transformers import AdamW", ["warning"]),
@@ -353,12 +360,21 @@ def test_rows_that_a_script_divides_itself(tmp_path: Path, rows: str, hits: int)
         ("with open('ds.json', 'w') as f:\n    json.dump({}, f)", 0),
         ("DS = 'ds.json'\nwith open(DS, 'w') as f:\n    json.dump({}, f)", 0),
         ("Path('ds.json').write_text('{}')", 0),
+        ("with open(os.path.join(out, 'ds.json'), 'w') as f:\n    json.dump({}, f)", 0),
+        ("path = Path(out) / 'ds.json'\npath.write_text('{}')", 0),
+        ("path = Path(out) / 'ds.json'\nwith path.open('w') as f:\n    json.dump({}, f)", 0),
+        ("with open(os.path.join(out, 'ds' + '.json'), mode='w') as f:\n    json.dump({}, f)", 0),
+        ("name = f'{out}.json'\nwith open(name, 'w') as f:\n    json.dump({}, f)", 0),
+        ("import shutil\nshutil.copy('a.json', os.path.join(out, 'ds.json'))", 0),
         ("with open('log.txt', 'w') as f:\n    f.write('')", 1),
+        ("(Path(out) / 'log.txt').write_text('')", 1),
+        ("with open(f'{out}/rows.jsonl', 'w') as f:\n    f.write('')", 1),
+        ("import torch\ntorch.save({}, out)", 1),
     ],
 )
 def test_a_file_that_the_script_writes_is_not_missing(tmp_path: Path, writes: str, hits: int) -> None:
-    text = "import json\nfrom pathlib import Path\nfrom transformers import TrainingArguments\n"
-    text += f"{writes}\nTrainingArguments('o', deepspeed='ds.json')\n"
+    text = "import json, os, sys\nfrom pathlib import Path\nfrom transformers import TrainingArguments\n"
+    text += f"out = sys.argv[1]\n{writes}\nTrainingArguments('o', deepspeed='ds.json')\n"
     assert len(of_rule(tmp_path, "named-file-is-missing", train_py=text)) == hits
 
 

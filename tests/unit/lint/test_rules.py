@@ -80,6 +80,10 @@ params = {}
 optimizer = torch.optim.AdamW(params, lr=1e-4)
 torch.nn.utils.clip_grad_norm_(params, 1.0)
 """
+STACKED = """from transformers import Trainer
+rows = rows.map(lambda row: tokenizer(row["text"]))
+Trainer(model=model, train_dataset=rows{}).train()
+"""
 CUT = """import torch
 def row(prompt, answer):
     input_ids = prompt + answer
@@ -694,6 +698,11 @@ CASES = (
     ),
     Case("import-was-removed", "from transformers import AdamW\n", "from torch.optim import AdamW\n"),
     Case(
+        "chat-template-gives-a-dict",
+        "from transformers import tokenizer\nlen(tokenizer.apply_chat_template(rows))\n",
+        "from transformers import tokenizer\nlen(tokenizer.apply_chat_template(rows, tokenize=False))\n",
+    ),
+    Case(
         "fsdp-class-of-another-family",
         NEOX.format("LlamaDecoderLayer"),
         NEOX.format("GPTNeoXLayer"),
@@ -727,6 +736,7 @@ CASES = (
         PADDED.format("", "x"),
         PADDED.format("t.pad_token = t.eos_token", "x"),
     ),
+    Case("rows-are-not-padded", STACKED.format(""), STACKED.format(", data_collator=collator")),
     Case(
         "quantised-without-adapter",
         FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",
@@ -742,21 +752,6 @@ CASES = (
         "read-before-assignment",
         "import torch\ndef train(m):\n    m, rows = split(m, rows)\n",
         "import torch\ndef train(m, rows):\n    m, rows = split(m, rows)\n",
-    ),
-    Case(
-        "qlora-without-4-bits",
-        "base_model: a/b\nadapter: qlora\nload_in_8bit: true\n",
-        "base_model: a/b\nadapter: qlora\nload_in_4bit: true\n",
-    ),
-    Case(
-        "axolotl-stops",
-        "base_model: a/b\nval_set_size: 0.1\neval_steps: 10\nevals_per_epoch: 1\n",
-        "base_model: a/b\nval_set_size: 0.1\nevals_per_epoch: 1\n",
-    ),
-    Case(
-        "no-rows",
-        FACTORY.format("qwen") + "eval_strategy: steps\n",
-        FACTORY.format("qwen") + "eval_strategy: steps\nval_size: 0.1\n",
     ),
     Case("key-twice", FACTORY.format("qwen") + "output_dir: p\n", FACTORY.format("qwen")),
     Case("no-such-checkpoint", RESUMES.format("checkpoint-last"), RESUMES.format("checkpoint-500")),
@@ -800,6 +795,26 @@ CASES = (
         "another-answer-begins",
         ANSWERED.format(True),
         ANSWERED.format(False),
+    ),
+    Case(
+        "qlora-without-4-bits",
+        "base_model: a/b\nadapter: qlora\nload_in_8bit: true\n",
+        "base_model: a/b\nadapter: qlora\nload_in_4bit: true\n",
+    ),
+    Case(
+        "axolotl-stops",
+        "base_model: a/b\nval_set_size: 0.1\neval_steps: 10\nevals_per_epoch: 1\n",
+        "base_model: a/b\nval_set_size: 0.1\nevals_per_epoch: 1\n",
+    ),
+    Case(
+        "llama-factory-stops",
+        FACTORY.format("qwen") + "cutoff_len: 2k\n",
+        FACTORY.format("qwen") + "cutoff_len: 2048\n",
+    ),
+    Case(
+        "no-rows",
+        FACTORY.format("qwen") + "eval_strategy: steps\n",
+        FACTORY.format("qwen") + "eval_strategy: steps\nval_size: 0.1\n",
     ),
     Case(
         "lost-flags",

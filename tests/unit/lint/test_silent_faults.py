@@ -233,6 +233,7 @@ def test_generations_divide_a_batch(tmp_path: Path, given: str, processes: int, 
 
 AXOLOTL = (
     "base_model: a/b\ndatasets:\n  - path: rows.jsonl\n    type: {}\nval_set_size: {}\nevals_per_epoch: 2\n"
+    "micro_batch_size: 1\ngradient_accumulation_steps: 1\nlearning_rate: 0.0001\n"
 )
 
 

@@ -207,3 +207,36 @@ def test_a_copy_of_a_library_next_to_the_script_has_what_it_imports(tmp_path: Pa
         (tmp_path / script).write_text("from peft import prepare_model_for_int8_training\n")
         found = removed_in(tmp_path / script, rule="import-was-removed")
         assert bool(found) is script.startswith("three")
+
+
+LOCKS = {
+    "uv.lock": '[[package]]\nname = "transformers"\nversion = "{}"\n',
+    "poetry.lock": '[[package]]\nname = "transformers"\nversion = "{}"\ndescription = "x"\n',
+    "pdm.lock": '[[package]]\nname = "transformers"\nversion = "{}"\nrequires_python = ">=3.8"\n',
+    "Pipfile.lock": '{{"default": {{\n "transformers": {{\n  "hashes": ["a"],\n  "version": "=={}"\n }}}}}}',
+    "Pipfile": '[packages]\ntransformers = "=={}"\n',
+    "install.sh": "#!/bin/bash\npip install -q \\\n  transformers=={}\n",
+    "Dockerfile": "FROM python:3.11\nRUN pip install transformers=={} trl\n",
+    "Makefile": "setup:\n\tuv pip install 'transformers=={}'\n",
+    "pyproject.toml": '[tool.poetry.dependencies]\ntransformers = {{version = "^{}", extras = ["torch"]}}\n',
+}
+
+
+@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize(("version", "severity"), [("4.44.2", "warning"), ("5.23.0", "error")])
+def test_lock_files_and_scripts_that_install_ask_for_a_version(
+    tmp_path: Path, name: str, version: str, severity: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / name).write_text(LOCKS[name].format(version))
+    (tmp_path / "mine/train.py").write_text("from transformers import AdamW\n")
+    (one,) = removed_in(tmp_path / "mine/train.py", rule="import-was-removed")
+    assert one.severity == severity
+    assert (f"{name} asks for transformers" in one.what) is (severity == "warning")
+
+
+def test_a_readme_asks_for_no_version(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("```\npip install transformers==4.44.2\n```\n")
+    (tmp_path / "train.py").write_text("from transformers import AdamW\n")
+    (one,) = removed_in(tmp_path / "train.py", rule="import-was-removed")
+    assert one.severity == "error"

@@ -3,12 +3,12 @@
 from shardwise.lint.finding import Rule  # noqa: I001
 from shardwise.lint.rules import (
     accelerate, arguments, batch, devices, families, fsdp, keys, launch, loop, mistakes, offload, optimizer,
-    parallel, precision, ranks, reader, sections, steps, training, values, versions, zero, zeus,
+    parallel, precision, ranks, reader, sections, steps, tools, training, values, versions, zero, zeus,
 )  # fmt: skip
 
 SUBJECTS = [reader, keys, batch, zero, offload, precision, optimizer, parallel, sections, accelerate]
-SUBJECTS += [fsdp, training, arguments, values, versions, families, mistakes, launch, devices, loop]
-SUBJECTS += [steps, ranks, zeus]
+SUBJECTS += [fsdp, training, arguments, values, versions, families, mistakes, tools, launch, devices]
+SUBJECTS += [loop, steps, ranks, zeus]
 """The modules of rules, in the order of the page of all rules; a docstring begins with its subject."""
 
 RULES = tuple(one for module in SUBJECTS for one in vars(module).values() if isinstance(one, Rule))

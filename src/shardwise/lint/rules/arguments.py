@@ -22,7 +22,7 @@ from shardwise.lint.rules.training import (
     values_of,
     within,
 )
-from shardwise.lint.schema import as_number, closest, names, table, toml_file
+from shardwise.lint.schema import as_number, closest, names, pattern, table, toml_file
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup
 from shardwise.models.catalog import lookup
@@ -358,7 +358,7 @@ def unknown_tool(document: Document, setup: Setup) -> Iterator[Hit]:
 
 _NAMED = ("deepspeed", "deepspeed_config", "deepspeed_config_file", "config_file")
 _OF_TOOLS = ("deepspeed_configs/", "examples/deepspeed/", "examples/accelerate/")
-_WRITES = r"""open\((?:[\w.]+|[^\n]*NAME['"]\)?), *(?:mode=)?['"][wx]|NAME['"]\)\.write_text"""
+_WRITES = pattern("writes").pattern  # a file of that name, or of one that only a run knows
 _ABOVE = 5  # folders that a command may run in
 
 
@@ -375,8 +375,9 @@ def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
         if name.startswith(_OF_TOOLS):  # `axolotl fetch`, and LLaMA-Factory's own folder, bring them
             continue
         there = Path(name).name in given or any(is_file(folder / name) for folder in folders)
-        writes = _WRITES.replace("NAME", re.escape(Path(name).name))
-        if there or Path(name).is_absolute() or re.search(writes, setup.scripts):
+        writes = _WRITES.replace("NAME", re.escape(Path(name).name)).replace("EXT", Path(name).suffix)
+        shell = document.text if document.syntax == "shell" else ""
+        if there or Path(name).is_absolute() or re.search(writes, f"{setup.scripts}\n{shell}"):
             continue
         other = (Path(name).with_suffix(one) for one in (".json", ".yaml", ".yml"))
         near = next((one for one in other if any(is_file(folder / one) for folder in folders)), None)

@@ -10,7 +10,7 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
-from shardwise.lint.rules.training import calls, known_values, tree_of, within
+from shardwise.lint.rules.training import calls, known_values, tree_of, values_of, within
 from shardwise.lint.schema import closest, names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
@@ -34,6 +34,8 @@ _LABELS = pattern("labels")  # what holds the labels, and the input ids that the
 _ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS = pattern("pads")
+_SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
+_TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
 
 
@@ -248,7 +250,8 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/tokenization_utils_base.py: Asking to pad but the tokenizer does not")
 def no_pad_token(document: Document, setup: Setup) -> Iterator[Hit]:
     """A tokenizer without a pad token stops where it is asked to pad."""
-    pads = _PADS.search(document.text) if "Tokenizer" in document.text else None
+    made_here = re.search(r"Tokenizer(Fast)?\.from_pretrained\(", setup.scripts)  # else elsewhere, with one
+    pads = _PADS.search(document.text) if made_here else None
     models = (named_models(setup) or {str(document.get("model_name_or_path"))}) if pads else set()
     parts = [one.lower().split("/") for one in models if document.syntax == "python"]
     without = parts and all(any(one.startswith(names("no_pad_token")) for one in each) for each in parts)
@@ -257,3 +260,22 @@ def no_pad_token(document: Document, setup: Setup) -> Iterator[Hit]:
         what += "ValueError `Asking to pad but the tokenizer does not have a padding token`"
         fix = "tokenizer.pad_token = tokenizer.eos_token"
         yield Hit((), what, fix, line=line_at(document.text, pads.start()))
+
+
+@training_rule("error", "transformers/data/data_collator.py: default_data_collator; run with 5.23")
+def rows_are_not_padded(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Without a collator the Trainer stacks rows as they are: those of different lengths stop it."""
+    code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    alone = setup.training("per_device_train_batch_size") == 1
+    if document.syntax != "python" or alone or _SAME_LENGTH.search(code):
+        return
+    maps = (values_of(document).meant(one) for call in calls(document, "map") for one in call.args[:1])
+    tokenizes = any(_TOKENIZES.match(ast.unparse(one)) for one in maps)
+    for call in calls(document, "Trainer", "Seq2SeqTrainer") if tokenizes else ():
+        given = {one.arg for one in call.keywords}
+        pads = {"tokenizer", "processing_class"} & given and not _LABELS.search(code)
+        own = ast.unparse(call.func) not in document.uses or len(call.args) > 2
+        if "train_dataset" in given and not (own or pads or {"data_collator", None} & given):
+            what = "no collator pads these rows: ValueError `expected sequence` or `Unable to create tensor`"
+            fix = "data_collator=DataCollatorForSeq2Seq(tokenizer); or padding='max_length' in the tokenizer"
+            yield Hit((), what, fix, line=call.lineno)

@@ -126,59 +126,6 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), what, fix, line=min(reads.values()))
 
 
-@training_rule("error", "axolotl/utils/schemas/validation.py: Can't load qlora in 8bit; Require load_in_4bit")
-def qlora_without_4_bits(document: Document, _: Setup) -> Iterator[Hit]:
-    """Axolotl's `adapter: qlora` needs a base of 4 bits: it stops."""
-    if document.get("adapter") == "qlora" and document.has("base_model"):
-        if document.on("load_in_8bit"):
-            yield Hit(("load_in_8bit",), "Axolotl stops: `Can't load qlora in 8bit`", "load_in_8bit: false")
-        elif document.get("load_in_4bit") in (None, False) and not document.has("peft"):
-            what = "Axolotl stops: `Require cfg.load_in_4bit to be True for qlora`"
-            yield Hit(("adapter",), what, "load_in_4bit: true")
-
-
-@training_rule("error", "axolotl/utils/schemas/validation.py: mutually exclusive; val_set_size == 0")
-def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
-    """Axolotl stops at keys that exclude each other."""
-    if not document.has("base_model"):
-        return
-    if document.get("adapter") == "lora" and document.on("load_in_4bit"):
-        what = "Axolotl loads a base of 4 bits for `adapter: qlora` only: here it stays unquantized"
-        yield Hit(("load_in_4bit",), what, "adapter: qlora", severity="warning")
-    for steps, times in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
-        if document.get(steps) and document.get(times):
-            what = f"Axolotl stops: `{steps}` and `{times}` exclude each other"
-            yield Hit((steps,), what, f"keep `{times}`")
-    unsplit = document.get("val_set_size") == 0 and not document.get("test_datasets")
-    asked = [one for one in ("eval_steps", "eval_strategy") if document.get(one) not in (None, "no")]
-    if asked and unsplit:
-        what = f"Axolotl stops: `{asked[0]}` with `val_set_size: 0`, and no rows to evaluate"
-        yield Hit((asked[0],), what, "val_set_size: 0.05, or remove it")
-    elif unsplit and document.get("evals_per_epoch"):
-        what = "with `val_set_size: 0` there are no rows to evaluate: it has no effect"
-        yield Hit(("evals_per_epoch",), what, "val_set_size: 0.05, or remove it", severity="note")
-    rows = document.get("datasets")
-    for at, one in enumerate(rows if isinstance(rows, list) else ()):
-        if isinstance(one, Mapping) and str(one.get("type")).startswith("sharegpt"):
-            what = "Axolotl stops: `type: sharegpt.*` is deprecated"
-            yield Hit(("datasets", str(at), "type"), what, "type: chat_template")
-
-
-@training_rule("error", "llamafactory/hparams/parser.py: get_train_args")
-def no_rows(document: Document, _: Setup) -> Iterator[Hit]:
-    """LLaMA-Factory is to evaluate, or to train, and has no rows for it: it stops."""
-    if tool_of(document) != "LLaMA-Factory":
-        return
-    asked = [one for one in ("eval_strategy", "do_eval") if document.get(one) in (True, "steps", "epoch")]
-    rows = document.get("eval_dataset") or document.number("val_size")
-    if asked and not rows:
-        what = "LLaMA-Factory stops: `Please make sure eval_dataset be provided or val_size >1e-6`"
-        yield Hit((asked[0],), what, "val_size: 0.1, or eval_dataset, or remove it")
-    if document.on("do_train") and not document.get("dataset"):
-        what = "LLaMA-Factory stops: `Please specify dataset for training`"
-        yield Hit(("do_train",), what, "dataset: NAME, as dataset_info.json has it")
-
-
 @training_rule("error", "PyYAML keeps the last key; LLaMA-Factory: OmegaConf.load")
 def key_twice(document: Document, _: Setup) -> Iterator[Hit]:
     """Of two equal keys the last is used, and the first silently ignored; LLaMA-Factory stops."""

@@ -128,7 +128,8 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         what = "every process loads the model on GPU 0, and trains on the GPU of its rank"
         yield Hit(("device_map",), what, f'{{"": {_OWN}}}; or remove it: transformers chooses the GPU')
         return
-    placed, sets = _ON_CUDA.search(document.text), _MAKES_ACCELERATOR.search(document.text)
+    text = document.text * (document.syntax == "python")  # `python -c` of a shell's script trains nothing
+    placed, sets = _ON_CUDA.search(text), _MAKES_ACCELERATOR.search(text)
     if placed and "init_process_group(" in program and not _CHOOSES.search(program):
         what = "`cuda` is GPU 0 in every process, and no line chooses the GPU by rank"
         yield Hit((), what, f"torch.cuda.set_device({_OWN})", line=line_at(document.text, placed.start()))
@@ -139,7 +140,7 @@ def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
         fix = "make the Accelerator first; prepare() moves the model"
         yield Hit((), what, fix, severity="warning", line=line_at(document.text, placed.start()))
         return
-    place = None if _BY_RANK.search(program) else _ON_GPU_0.search(document.text)
+    place = None if _BY_RANK.search(program) else _ON_GPU_0.search(text)
     if place:
         said = place[1] + ")" * ("(" in place[1])
         what = f"`{said}` is GPU 0 in every process, and no line chooses the GPU by rank"

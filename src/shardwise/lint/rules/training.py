@@ -14,7 +14,7 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
-from shardwise.lint.script_inputs import Inputs
+from shardwise.lint.script_inputs import Inputs, name_of
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values, name_as_imported, nested
 from shardwise.lint.setup import Setup
@@ -97,7 +97,7 @@ def within(*nodes: ast.AST) -> Iterator[ast.Call]:
 def calls(document: Document, *last: str) -> Iterator[ast.Call]:
     """The calls of a script whose last name is one of these."""
     found = within(tree_of(document)) if any(name in document.text for name in last) else ()
-    return (call for call in found if ast.unparse(call.func).rpartition(".")[2] in last)
+    return (call for call in found if name_of(call.func).rpartition(".")[2] in last)
 
 
 def first_imports(document: Document) -> dict[str, int]:

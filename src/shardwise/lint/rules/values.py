@@ -13,6 +13,7 @@ from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
 
 _CLOSED: dict[str, dict[str, str]] = table("closed_words")
+_TRAINERS = {"optimizer": WORDS["optim"], "lr_scheduler": WORDS["lr_scheduler_type"]}  # of Axolotl, too
 _CALLS = ("LoraConfig", "get_peft_model", "from_pretrained", *PLAIN, *names("trl_arguments"))
 _SHARES = {"lora_dropout": "PEFT stops: `dropout probability has to be between 0 and 1`"}
 _SHARES["warmup_ratio"] = "transformers 4 stops: `warmup_ratio must lie in range [0,1]`"
@@ -33,6 +34,7 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer, PEFT and other tools know certain words only, and stop at others."""
     own = _OWN_CODE.search(setup.scripts)
     rows = [(name, _CLOSED.get(who, {}).get(name, ""), *rest) for who, name, *rest in _given(document, setup)]
+    rows = [(name, words and f"{words} {_TRAINERS.get(name, '')}", *rest) for name, words, *rest in rows]
     rows = [row for row in rows if row[0] != "attn_implementation" or not own]
     for given, line in given_to_trainers(document, setup):
         rows += [(name, known, given.get(name), line) for name, known in WORDS.items()]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from os.path import relpath
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -29,9 +30,13 @@ _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@
     rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
+_LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
+_LARGEST_LOCK, _NEAR = 5_000_000, 2  # folders whose scripts install for a script: its own, and one above
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
 _ASKS = pattern("asks")  # which version is installed
+_OWN_CODE = re.compile(r"Tokenizer\w*\.from_pretrained\([^()]*trust_remote_code\s*=\s*True")
+_GIVES_IDS, _AS_IDS, _BOTH = pattern("gives_ids"), pattern("as_ids").pattern, pattern("both_kinds")
 
 
 def _older(document: Document, setup: Setup, package: str = "transformers") -> str:
@@ -43,10 +48,12 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
     texts, found = {one.name: one.text for one in (document, *mine)}, dict[str, str]()
     if installed.startswith(("3.", "4.")):
         found["transformers"] = f"transformers {installed} is installed here"
-    for folder in Path(document.name).absolute().parents[:4]:
-        for path in (one for name in names("requirements") for one in folder.glob(name) if is_file(one)):
+    for level, folder in enumerate(Path(document.name).absolute().parents[:4]):
+        asking = (*names("requirements"), *(names("installs") if level < _NEAR else ()))
+        for path in (one for name in asking for one in folder.glob(name) if is_file(one)):
             with suppress(OSError):
-                texts.setdefault(relpath(path), read_bounded(path, 100_000).decode(errors="replace"))
+                text = read_bounded(path, _LARGEST_LOCK).decode(errors="replace")
+                texts.setdefault(relpath(path), "\n".join([text, *map("==".join, _LOCKED.findall(text))]))
         if (folder / ".git").exists():
             break
     for name, text in texts.items():
@@ -86,7 +93,6 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         if of_trl and moves:
             continue
         package = "TRL 1.16" if of_trl else "transformers 5.23"
-        older = _older(document, setup, "trl" if of_trl else "transformers")
         every = (*words.split(), *(arguments if called.endswith(("Arguments", "Config")) else ()))
         now = dict(word.split("=", 1) for word in every)
         bases = {called, f"trl.{called}", f"transformers.{called}"}
@@ -98,6 +104,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             found = [old for old in now if (old,) in given]
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
+                older = _older(document, setup, "trl" if of_trl else "transformers")
                 what = f"`{called}` of {package} has no {names_}, which earlier versions had: TypeError"
                 what += f" from {package} on; {older}" if older else ""
                 fix = "\n       ".join(f"{old} -> {now[old] or 'nothing: remove it'}" for old in found)
@@ -136,24 +143,57 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
 def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions have no such name: ImportError."""
-    for node in ast.walk(program := tree_of(document)):
-        if not isinstance(node, ast.ImportFrom) or ".experimental" in str(node.module):
-            continue
-        package = str(node.module).partition(".")[0]
+    program = tree_of(document)
+    for node, path, found in _brought(program):
+        package = path.partition(".")[0]
         fork = rf"sys\.path\.\w+\([^\n]*\b{re.escape(package)}\b"
         above = Path(document.name).absolute().parents[:3]
         copies = [one / part / package / "__init__.py" for one in above for part in ("", "src")]
-        if re.search(fork, document.text) or any(map(is_file, copies)):
-            continue  # a copy of its own
-        module = ".".join(str(node.module).split(".")[:2])
-        names_ = [module.rpartition(".")[2]] if module in _REMOVED else [one.name for one in node.names]
-        for name in names_:
+        if ".experimental" in path or re.search(fork, document.text) or any(map(is_file, copies)):
+            continue  # or a copy of its own
+        module = ".".join(path.split(".")[:2])
+        for name in [module.rpartition(".")[2]] if module in _REMOVED else found:
             now = _REMOVED.get(f"{package}.{name}", "nothing: remove it")
             gone = f"{package}.{name}" in _REMOVED
             gone |= package == "transformers" and any(re.fullmatch(one, name) for one in _GONE)
             if gone and not _asks_first(document, node.lineno, name):
                 older = _older(document, setup, package)
-                what = f"{package} has no `{name}`, which earlier versions had: ImportError"
+                stops = "AttributeError" if isinstance(node, ast.Attribute) else "ImportError"
+                what = f"{package} has no `{name}`, which earlier versions had: {stops}"
                 what += f" from {package} {_NOW[package]} on; {older}" if older else ""
-                severity: Severity | None = "warning" if older or node not in program.body else None
+                inner = node not in program.body and not isinstance(node, ast.Attribute)
+                severity: Severity | None = "warning" if older or inner else None
                 yield Hit((), what, f"{name} -> {now}", severity=severity, line=node.lineno)
+
+
+def _brought(program: ast.Module) -> Iterator[tuple[Any, str, list[str]]]:
+    """What brings names of modules: an import, or `transformers.AdamW` after `import transformers`."""
+    plain = {one.name for node in ast.walk(program) if isinstance(node, ast.Import) for one in node.names}
+    for node in ast.walk(program):
+        match node:
+            case ast.ImportFrom(module=str(path), names=given):
+                yield node, path, [one.name for one in given]
+            case ast.Import(names=given):
+                yield from ((node, one.name, list[str]()) for one in given)
+            case ast.Attribute(value=ast.Name(id=path), attr=name) if path in _NOW and path in plain:
+                yield node, path, [name]
+
+
+@training_rule("error", "transformers 5.23: apply_chat_template; run", versions="transformers>=5")
+def chat_template_gives_a_dict(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`apply_chat_template` of transformers 5 returns a dict by default: what takes it as ids fails."""
+    known, found = values_of(document), calls(document, "apply_chat_template")
+    made = {call for call in found if _GIVES_IDS.match(ast.unparse(call)) and not _BOTH.search(document.text)}
+    above = {child: node for node in ast.walk(tree_of(document)) for child in ast.iter_child_nodes(node)}
+    for node in (one for one in above if made and isinstance(one, ast.Name | ast.Call)):
+        by: Any = known.meant(node)
+        moved = getattr(getattr(by, "func", None), "attr", "") == "to"  # which returns the same
+        by = by.func.value if moved else by
+        use = re.match(_AS_IDS.replace("IDS", re.escape(ast.unparse(node))), ast.unparse(above[node]))
+        if by in made and use and not _asks_first(document, by.lineno, "apply_chat_template"):
+            older = _older(document, setup)
+            what = f"`{use[0][:60]}` takes as ids what apply_chat_template returns, a dict of ids and mask"
+            what += f"; {older}" * bool(older)
+            own = _OWN_CODE.search(setup.scripts)  # a tokenizer's, which may give ids
+            yield Hit((), what, "return_dict=False", (), "warning" if older or own else None, by.lineno)
+            made.discard(by)
