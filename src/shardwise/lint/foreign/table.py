@@ -90,8 +90,12 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     word = value[0] if isinstance(value, list) and len(value) == 1 else value
     if rule == "model.lora.targets" and word in ("all-linear", "all", "ALL", "DEFAULT"):  # of ms-swift 2
         return reason(key, word) if word == "DEFAULT" else [f"{rule}=all-linear"]
-    if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
-        return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
+    if rule in paths.LOCAL and (value in ("", True) or _PLACEHOLDER.fullmatch(str(value))):
+        return (
+            []
+            if value in ("", True) or rule == "model.tokenizer"
+            else f"placeholder of its author; write {rule}"
+        )
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
@@ -104,6 +108,8 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
         return [f"{rule}={len(str(value).split(','))}"]  # Lightning's `0,1,2,3`
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
+    if rule == "tracking":  # the name of a project, which is empty where nothing tracks
+        return [f"{rule}=[wandb]"] * bool(value)
     if rule == "name":
         return [f"name={json.dumps(run_name(Path(str(value))))}"]
     is_list = key in TABLE["lists"] and ("," in str(value) or key != "dataset")
