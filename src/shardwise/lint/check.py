@@ -74,13 +74,12 @@ def load(
             continue
         except UnreadableError as error:
             own = error.what in (UNKNOWN, DEEPSPEED_YAML) and file.suffix in (".yaml", ".yml")
-            later = bool(other) and error.ours and file.suffix == ".py"  # in part for a later Python
+            later = bool(other) and error.ours and file.suffix == ".py"  # its f-strings are a later Python's
             if not (own := own and _read_yaml(files)):
                 broken.append(unreadable(str(file), error))
             if not own and not later:
                 continue
-            text = pattern("f_string").sub('f"{...}"', text)
-            document = read(text, str(file), other="training")  # a script reads it by itself
+            document = read(pattern("f_string").sub('f"{...}"', text), str(file), other="training")
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:

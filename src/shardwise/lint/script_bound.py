@@ -2,9 +2,8 @@
 
 import ast
 import builtins
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from shardwise.lint.script_flow import Flow
@@ -20,8 +19,8 @@ REPLACE = ("dataclasses.replace", "replace")
 class Bound:
     """Of a program and of the scripts that it imports: `flow` says what runs."""
 
-    def __init__(self, program: ast.Module, given: Inputs | None, value_of: Callable[[ast.AST], Any]) -> None:
-        self._defaults, self._inputs = given is not None, (inputs := given or NOTHING)
+    def __init__(self, program: ast.Module, own: Inputs | None, value_of: Callable[[ast.AST], Any]) -> None:
+        self._defaults, self._inputs = own is not None, (inputs := own or NOTHING)
         self._links = Links(program, inputs.stem, inputs.others)
         self.presets, self._far = Presets(inputs), Presets(inputs)
         nodes = self._links.nodes
@@ -77,48 +76,6 @@ class Bound:
                     self._above |= {made: by} if made and made is not by else {}
             case ast.AsyncFunctionDef(name=name) | ast.ExceptHandler(name=name) | ast.MatchAs(name=name):
                 self._bound[scope, name].append(None)
-
-    def meant(self, node: ast.AST) -> ast.AST:
-        """What a node stands for; without values, it stands for itself."""
-        return node
-
-    def _maker(self, made: ast.AST | None) -> ast.AST:
-        """The class or function of what a call made, or the class of an argument; else the node itself."""
-        kind = made.annotation if isinstance(made, ast.arg) else getattr(made, "func", None)
-        return self.meant(kind) if kind else made or ast.Pass()
-
-    def _original(self, holder: ast.AST) -> ast.AST:
-        """What a name holds, or holds a changed copy of."""
-        made = self.meant(holder)
-        while isinstance(made, ast.Call) and made.args and name_of(made.func) in REPLACE:
-            made = self.meant(made.args[0])
-        return made
-
-    def runs(self, node: ast.AST, deep: int = 3) -> bool:
-        """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
-        function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
-        uses = self._uses_of(function, idle=True) if function is not None and deep else []
-        return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
-
-    def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
-        """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""
-        above = self._above[function]
-        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
-        uses = [one for one in uses if idle or self.runs(one, 2)] if self._inputs.others else uses
-        method = isinstance(above, ast.ClassDef)
-        own = [one for one in uses if self._links.same(one, function)]
-        far = [one for one in uses if self._links.joins(one, function)]
-        own = own if method else [one for one in own if isinstance(one, ast.Name)]
-        return own + (far if method else [one for one in far if self.meant(one) is function])
-
-    def stored(self, holders: re.Pattern[str]) -> Iterator[tuple[str, int, ast.expr | None]]:
-        """Attributes that are set of names like these, where nothing shows what the names hold."""
-        for name, stores in [*self._stores.items()]:
-            for holder, value in stores:
-                if isinstance(holder, ast.Name) and holders.match(holder.id):
-                    made = self.meant(holder)
-                    if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
-                        yield name, holder.lineno, value
 
     def _items_above(self, node: ast.AST) -> ast.expr | None:
         """The mapping of the loop around a node: `for key, value in mapping.items()`."""

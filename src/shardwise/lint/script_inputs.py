@@ -209,8 +209,7 @@ class Presets:
                 flags, name, value = options(node)
                 off = "store_false" in (getattr(one.value, "value", "") for one in node.keywords)
                 given = ast.Constant(value=False, lineno=node.lineno) if off else None
-                if "required=True" not in ast.unparse(node):
-                    value = value or ast.Constant(None)
+                value = value or (None if "required=True" in ast.unparse(node) else ast.Constant(None))
                 self._note(name, value, 0, flags, given)
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
@@ -332,8 +331,7 @@ def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
 
 def unwrapped(value: ast.expr) -> ast.expr:
     """The default in `typer.Option(3)` and `Field(3)`; else the value itself."""
-    last = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
-    if isinstance(value, ast.Call) and last in ("Option", "Argument", "Field"):
+    if isinstance(value, ast.Call) and name_of(value.func).endswith(("Option", "Argument", "Field")):
         given = [one.value for one in value.keywords if one.arg == "default"] + value.args[:1]
         return given[0] if given else value
     return value

@@ -59,35 +59,6 @@ def rest_of(given: Sequence[ast.keyword], function: ast.FunctionDef, line: int) 
     return ast.Dict(keys=keys, values=[one.value for one in rest], lineno=line)
 
 
-Row = tuple[Key | None, ast.expr | None, int]  # path, value and line of a key; () for `**`, None for any
-
-
-def rows_of(node: ast.AST) -> list[Row] | None:
-    """The keys of a mapping as its text shows them; None of another expression."""
-    match node:
-        case ast.Dict(keys=keys, values=values):
-            pairs = zip(keys, values, strict=True)
-            return [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
-        case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
-            rows: list[Row] = [((), one, 0) for one in others]
-            return rows + [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
-        case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
-            return [((), other, 0)]
-        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            return [((), left, 0), ((), right, 0)]
-    return None
-
-
-def holder_of(node: ast.AST) -> ast.expr | None:
-    """The object whose attributes `vars(it)`, `asdict(it)` or `it.__dict__` has as keys."""
-    match node:
-        case ast.Call(func=ast.Name(id="vars" | "asdict") | ast.Attribute(attr="asdict"), args=[held]):
-            return held
-        case ast.Attribute(value=held, attr="__dict__"):
-            return held
-    return None
-
-
 def path_of(node: ast.expr) -> Key | None:
     """The key that a literal is; None if it is no text."""
     return (node.value,) if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

@@ -176,11 +176,7 @@ class Settings:
         given = next((one.value for one in call.keywords if one.arg == "data_collator"), None)
         made = self.known.meant(given) if given else None
         name = name_of(made.func) if isinstance(made, ast.Call) else getattr(made, "name", "")
-        if (
-            made is not None
-            and not isinstance(made, ast.Constant)
-            and name.rpartition(".")[2] not in names("collators")
-        ):
+        if not isinstance(made, ast.Constant | None) and name.rpartition(".")[2] not in names("collators"):
             self._put({("own_collator()",): (call.lineno, UNKNOWN)})
 
     def _made_elsewhere(self, call: ast.Call, kind: str) -> None:

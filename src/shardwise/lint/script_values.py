@@ -8,9 +8,9 @@ from typing import Any
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
-from shardwise.lint.script_bound import Bound
-from shardwise.lint.script_inputs import Inputs, commanded, field_names, fields, name_of, placed, presets
-from shardwise.lint.script_names import Said, changes_by, holder_of, path_of, rest_of, rows_of
+from shardwise.lint.script_bound import REPLACE, Bound
+from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
+from shardwise.lint.script_names import Said, changes_by, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 MOST_READ = 20_000  # entries of dicts of a script
@@ -130,20 +130,46 @@ class Values(Bound):
                 if made is holder or made in self._next(holder) or self._original(holder) is made:
                     yield name, None if name == "**" else value
 
+    def _original(self, holder: ast.AST) -> ast.AST:
+        """What a name holds, or holds a changed copy of."""
+        made = self.meant(holder)
+        while isinstance(made, ast.Call) and made.args and name_of(made.func) in REPLACE:
+            made = self.meant(made.args[0])
+        return made
+
+    def stored(self, holders: re.Pattern[str]) -> Iterator[tuple[str, int, ast.expr | None]]:
+        """Attributes that are set of names like these, where nothing shows what the names hold."""
+        for name, stores in [*self._stores.items()]:
+            for holder, value in stores:
+                if isinstance(holder, ast.Name) and holders.match(holder.id):
+                    made = self.meant(holder)
+                    if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
+                        yield name, holder.lineno, value
+
+    def runs(self, node: ast.AST, deep: int = 3) -> bool:
+        """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
+        function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
+        uses = self._uses_of(function, idle=True) if function is not None and deep else []
+        return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
+
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
-        rows = rows_of(node)
-        if rows is None and self._defaults and isinstance(node, ast.Call | ast.Attribute):
-            if isinstance(node, ast.Call) and (held := self._inputs.file(node, self.meant, self.value)):
+        match node:
+            case ast.Dict(keys=keys, values=values):
+                pairs = zip(keys, values, strict=True)
+                rows = [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
+            case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
+                rows = [((), one, 0) for one in others]
+                rows += [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
+            case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
+                rows = [((), other, 0)]
+            case ast.Call() if self._defaults and (held := self._inputs.file(node, self.meant, self.value)):
                 self._above[held] = node
                 for one in ast.walk(held):
                     self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
                 rows = [((), held, 0)]
-            elif made := holder_of(node):  # `asdict(config)`, of a class of the script's own
-                fields_ = field_names(self._maker(self.meant(made)), self.meant)
-                rows = [((one,), ast.Attribute(made, one), node.lineno) for one in fields_] or None
-        if rows is None:
-            return None
+            case _:
+                return None
         return [*rows, *self._changes.get(node, [])]
 
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
@@ -187,8 +213,6 @@ class Values(Bound):
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
         """What was stored there, or what `_of_made` says."""
         text, made = ast.unparse(holder), None
-        if name == "value" and isinstance(self.meant(holder), ast.Constant):
-            return [holder]  # of an Enum
         if isinstance(holder, ast.Name) and self._stores[name]:
             made = self.meant(holder)
         stored = [
@@ -196,7 +220,7 @@ class Values(Bound):
             for other, value in self._stores[name]
             if (ast.unparse(other) == text and self._links.same(holder, other))
             or (isinstance(made, ast.Call) and self.meant(other) is made)
-            if not self._defaults or (self._is_before(other) and self.flow.runs(other))
+            if not self._defaults or self.flow.runs(other)
         ]
         scopes = {next(self.flow.scopes(other), None) for other, _ in self._stores[name]}
         if stored:  # in several functions, of which the last one is run last
@@ -213,13 +237,10 @@ class Values(Bound):
                 return item  # which a loop sets, whatever the fields are
         return self._of_made(made, holder, name)
 
-    def _is_before(self, store: ast.AST) -> bool:
-        """Whether what is read is not the condition of a store: `if args.rate is None: args.rate = 3`."""
-        return getattr(self.flow.block(self.flow.statement(store)), "test", None) not in self._reading
-
     def _of_made(self, made: ast.AST | None, holder: ast.expr, name: str) -> list[Any]:
         """What the call that made a holder gives an attribute; else the flag or field of that name."""
-        maker = self._maker(made)
+        kind = made.annotation if isinstance(made, ast.arg) else getattr(made, "func", None)
+        maker = self.meant(kind) if kind else made
         if isinstance(made, ast.Call) and not isinstance(maker, ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
             rest = [one.value for one in made.keywords if one.arg is None]
@@ -245,34 +266,28 @@ class Values(Bound):
                 return [ast.Constant(None)]  # TRL's default
         return known
 
-    def _is_open(self, mapping: ast.AST | None) -> bool:
-        """Whether nothing shows the keys of a mapping; those of a parser are flags."""
-        held = mapping and holder_of(self.meant(mapping))
-        parsed = held and self.meant(held)
-        flags = isinstance(parsed, ast.Call) and name_of(parsed.func).endswith("parse_args")
-        return mapping is None or (self._rows(self.meant(mapping)) is None and not flags)
+    def _is_open(self, mapping: ast.expr | None) -> bool:
+        """Whether nothing shows the keys of a mapping."""
+        return mapping is None or self._rows(self.meant(mapping)) is None
 
     def _fields(self, made: ast.AST | None, name: str) -> list[Any]:
         """What a class, or one that it is derived of, says of a field that the command does not give."""
         if not isinstance(made, ast.ClassDef) or name in self._inputs.flags:
             return []
-        own: list[Any] = self._inputs.filled(made, self.meant).get(name) or [
-            value
-            for by, value in self._stores[name]
-            if ast.unparse(by) == "self" and made in self.flow.scopes(by)
-        ]
+        mine = (one for one in self._stores[name] if made in self.flow.scopes(one[0]))
+        filled = self._inputs.filled(made, self.meant).get(name)
+        own: list[Any] = filled or [value for by, value in mine if ast.unparse(by) == "self"]
         own = own or [value for field, value in fields(made) if field == name]
         inherited = (self._fields(self.meant(base), name) for base in made.bases)
         return own or [value for values in inherited for value in values]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
         made = self.meant(holder)
+        if isinstance(made, ast.Call) and ast.unparse(made.func) == "vars" and made.args:
+            text = self.value(name)  # a flag, of the arguments as a mapping
+            return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or made in self._held:  # a mapping may hold itself
-            held = holder_of(made) if rows is None else None  # without a use of the name, which may be a flag
-            if held is None or not isinstance(key := self.value(name), str) or key == UNKNOWN:
-                return []
-            flag = None if self._is_open(made) else self._inputs.flag([key])
-            return [flag] if flag else self._attribute(held, key)
+            return []  # without a use of the name, which may be a flag
         self._held = self._held | {made}
         try:
             return self._in_rows(rows, name, other)
@@ -355,6 +370,17 @@ class Values(Bound):
         while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
             block = self.flow.block(block)
         return block
+
+    def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
+        """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""
+        above = self._above[function]
+        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
+        uses = [one for one in uses if idle or self.runs(one, 2)] if self._inputs.others else uses
+        method = isinstance(above, ast.ClassDef)
+        own = [one for one in uses if self._links.same(one, function)]
+        far = [one for one in uses if self._links.joins(one, function)]
+        own = own if method else [one for one in own if isinstance(one, ast.Name)]
+        return own + (far if method else [one for one in far if self.meant(one) is function])
 
     def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
         """Where the only call of a function made what a name holds; None if no such call did."""

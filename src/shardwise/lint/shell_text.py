@@ -32,9 +32,7 @@ _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  #
 _TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
 _SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module behind `swift sft`
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
-_STARTS = re.compile(
-    "deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric|colossal"
-)
+_STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
 _TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")

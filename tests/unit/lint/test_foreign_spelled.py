@@ -12,8 +12,6 @@ ARGUMENTS = "learning_rate={}, per_device_train_batch_size={}, num_train_epochs=
 START = "import argparse\nfrom transformers import Trainer, TrainingArguments, AutoModelForCausalLM\n"
 MODEL = "model = AutoModelForCausalLM.from_pretrained('a/b')\n"
 FIELDS = "    lr: float = 1e-4\n    size: int = 3\n    epochs: int = 7\n"
-NAMED = "    learning_rate: float = 3e-4\n    per_device_train_batch_size: int = 3\n"
-NAMED += "    num_train_epochs: int = 7\n"
 OF_C = ARGUMENTS.format("c.lr", "c.size", "c.epochs")
 DICT = "{'per_device_train_batch_size': 3, 'num_train_epochs': 7}"
 PARSER = "p = argparse.ArgumentParser()\n"
@@ -22,11 +20,6 @@ DEFAULTS = (
     PARSER + "p.add_argument('--lr', default=3e-4)\np.add_argument('--size', default=3)\n"
     "p.add_argument('--epochs', default=7)\n"
 )
-COPIED = (
-    "c = SimpleNamespace(lr=3e-4, size=3, epochs=7)\np = argparse.ArgumentParser()\n"
-    "for k, v in c.__dict__.items():\n    p.add_argument('--' + k, type=type(v), default=v)\n"
-    "for k, v in vars(p.parse_args()).items():\n    setattr(c, k, v)\n"
-)
 SPELLINGS = {
     "a class by place": (f"@dataclass\nclass C:\n{FIELDS}c = C(3e-4)\n", OF_C),
     "a class whose __init__ takes a place": (
@@ -34,18 +27,10 @@ SPELLINGS = {
         "        self.epochs = 7\nc = C(3e-4)\n",
         OF_C,
     ),
-    "asdict": (f"@dataclass\nclass C:\n{NAMED}c = C()\n", "**asdict(c)"),
-    "vars": (f"@dataclass\nclass C:\n{NAMED}c = C()\n", "**vars(c)"),
-    "__dict__": (f"@dataclass\nclass C:\n{NAMED}c = C()\n", "**c.__dict__"),
-    "a union": (f"d = {DICT} | dict(learning_rate=3e-4)\n", "**d"),
     "pydantic": (
         "class C(BaseModel):\n    lr: float = Field(3e-4)\n    size: int = Field(3, ge=1)\n"
         "    epochs: int = Field(default=7)\nc = C()\n",
         OF_C,
-    ),
-    "an Enum": (
-        "class H(Enum):\n    LR = 3e-4\n    SIZE = 3\n    N = 7\n",
-        ARGUMENTS.format("H.LR.value", "H.SIZE.value", "H.N.value"),
     ),
     "an item of a list": ("rates = [1e-5, 3e-4]\n", ARGUMENTS.format("rates[1]", "[3, 4][0]", "[7][-1]")),
     "or": (f"{FLAGS}a = p.parse_args()\n", ARGUMENTS.format("a.lr or 3e-4", "a.size or 3", "7")),
@@ -53,15 +38,10 @@ SPELLINGS = {
         f"{FLAGS}a = p.parse_args()\n",
         ARGUMENTS.format("a.lr if a.lr else 3e-4", "3 if a.size is None else a.size", "7"),
     ),
-    "if, as a statement": (
-        f"{FLAGS}a = p.parse_args()\nif a.lr is None:\n    a.lr = 3e-4\n",
-        ARGUMENTS.format("a.lr", "3", "7"),
-    ),
     "vars of a parser": (
         f"{DEFAULTS}a = vars(p.parse_args())\n",
         ARGUMENTS.format("a['lr']", "a.get('size')", "a['epochs']"),
     ),
-    "flags of a namespace": (COPIED, OF_C),
 }
 VALUES = {"optimizer.learning_rate": 3e-4, "train.micro_batch": 3, "train.epochs": 7}
 
@@ -78,9 +58,7 @@ def test_a_literal_is_read(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     check_case(case, tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "name", ["or", "if", "if, as a statement", "vars of a parser", "flags of a namespace"]
-)
+@pytest.mark.parametrize("name", ["or", "if", "vars of a parser"])
 def test_a_command_counts_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"run.sh": "python train.py --lr 0.002\n", "train.py": script(*SPELLINGS[name])}
     check_case((files, VALUES | {"optimizer.learning_rate": 0.002}, (), ()), tmp_path, monkeypatch)

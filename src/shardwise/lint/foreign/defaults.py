@@ -21,7 +21,6 @@ _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(
 _CHATS = re.compile(r"(?i)chat|instruct|[-_]it\b|zephyr|hermes|sft|dpo")  # in names of models with a template
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
 _OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
-_SHARES = ("deepspeed", "deepspeed_config_file", "use_deepspeed", "fsdp", "use_fsdp")
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
 
@@ -38,14 +37,13 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
-    setup, lost = Setup(documents=tuple(documents)), " is not there;" in " ".join(said)
-    lost = lost or any(one.get(key) for one in documents for key in _SHARES)
+    setup = Setup(documents=tuple(documents)) if " is not there;" not in " ".join(said) else Setup()
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
-        "several": setup.hugging_face and (setup.launched or 1) > 1 and not lost,
+        "several": setup.hugging_face and (setup.launched or 1) > 1,
         "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),

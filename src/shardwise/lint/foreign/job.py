@@ -65,12 +65,10 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated += [one._replace(key="train.eval_every", value="0") for one in held_out[:1]]
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
-    own = [one for one in stated if one.key == "strategy" and ": distributed_type" not in one.place]
-    if own:  # what the Trainer's arguments say counts more than accelerate's MULTI_GPU
-        stated = [one for one in stated if one.key != "strategy" or one in own]
     if setup.launched == 1:  # which has nothing to share
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
-    stated.sort(key=lambda one: "DataLoader.batch_size" in one.place)  # whatever DeepSpeed's file says of it
+    first, last = ": distributed_type", "DataLoader.batch_size"  # which DeepSpeed's file says, and does not
+    stated.sort(key=lambda one: (last in one.place) - (first in one.place))
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
