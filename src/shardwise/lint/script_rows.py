@@ -180,7 +180,7 @@ class Rows:
         plain = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
         for one in (one for one in self._nodes if isinstance(one, plain)):
             text = ast.unparse(one)
-            defines = re.fullmatch(r"[\w: ]+ = (-100|[\w.]+)", text) or "ignore_index=" in text
+            defines = re.search(r"^[\w: ]+ = (-100|[\w.]+)$|ignore_index=|[!=]= -100", text)
             if _IGNORED.search(text) and not defines and self._known.runs(one):
                 yield text
 

@@ -45,6 +45,12 @@ CASES: dict[str, Case] = {
         (),
         ("masked()",),
     ),
+    "rows without answers": (
+        {"train.py": START + "ds = ds.filter(lambda r: any(t != -100 for t in r['labels']))\n" + SFT},
+        {},
+        (),
+        (MASKS,),
+    ),
     "a list of each": (
         mapped("[t if i >= n else -100 for i, t in enumerate(r['input_ids'])]", TRAINER.format("None")),
         NOT_SAID,

@@ -193,6 +193,49 @@ CASES |= {
     )
     for method in ("PromptTuningConfig", "IA3Config", "AdaLoraConfig", "PrefixTuningConfig", "VeraConfig")
 }
+CASES |= {
+    f"targets: {name}": (
+        {
+            "train.py": f"{TRAINER}from peft import LoraConfig, get_peft_model\nm = AutoModelForCausalLM.from_pretrained('{model}')\n"
+            f"m = get_peft_model(m, LoraConfig(r=8, target_modules={given}))\nTrainer(m, TrainingArguments('out')).train()\n"
+        },
+        {"model.lora.targets": targets},
+        said,
+        ("write model.lora.targets",) * (not said),
+    )
+    for name, model, given, targets, said in [
+        ("a pattern", "a/b", r"r'.*\.(q_proj|v_proj)'", ["q_proj", "v_proj"], ()),
+        ("of a part", "a/b", r"r'.*language_model.*\.(q_proj|up_proj)$'", ["q_proj", "up_proj"], ()),
+        ("of all blocks", "a/b", r"r'model\.layers\.\d+\.self_attn\.q_proj'", ["q_proj"], ()),
+        (
+            "of some blocks",
+            "a/b",
+            r"r'model\.layers\.[0-3]\.mlp\.up_proj'",
+            None,
+            ("write model.lora.targets: this pattern chooses some layers",),
+        ),
+        ("full names", "Qwen/Qwen2.5-7B", "['self_attn.q_proj']", ["self_attn.q_proj"], ()),
+        (
+            "of another family",
+            "Qwen/Qwen2.5-7B",
+            "['query_key_value', 'q_proj']",
+            ["query_key_value", "q_proj"],
+            ("target_modules: query_key_value: in no block of Qwen/Qwen2.5-7B; write model.lora.targets",),
+        ),
+        ("of an unknown family", "own/model", "['wqkv']", ["wqkv"], ()),
+        ("a word", "a/b", "'all-linear'", "all-linear", ()),
+    ]
+}
+CASES["several optimizers in a loop over steps"] = (
+    {
+        "train.py": "import torch\nfrom transformers import AutoModelForCausalLM\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
+        "both = [torch.optim.AdamW(m.parameters(), lr=1e-4), other]\nfor step in range(900):\n    for micro in range(4):\n"
+        "        m(**next(rows)).loss.backward()\n    for one in both:\n        one.step()\n"
+    },
+    {"train.steps": 900, "train.epochs": None},
+    (),
+    (),
+)
 
 
 @pytest.mark.parametrize("name", CASES)
