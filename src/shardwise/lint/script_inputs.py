@@ -244,7 +244,8 @@ class Presets:
         if value is None:
             return
         if isinstance(value, ast.Constant) and value.value is None:
-            self._held.setdefault(name, (-1, [value]))
+            if self._inputs.commanded:  # else a command may give another
+                self._held.setdefault(name, (-1, [value]))
             return
         before, values = self._held.get(name, (0, []))
         if rank > before or not values:
