@@ -190,7 +190,7 @@ class Train(Section):
     keep: Positive | dict[Kept, Annotated[float, Field(gt=0, allow_inf_nan=False)] | Text] = 2
     """Newest checkpoints kept, or e.g. {last: 3, best: 1, every: 1000, days: 2, mirror: s3://bucket/runs}."""
     worst_case_first: bool = True
-    """Step 1 takes the longest rows and is saved, unless `save_every` is 0: what would fail later fails now."""
+    """Step 1 takes the longest rows and is saved, unless `save_every` is 0: what fails later fails now."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 42
     """Seed of initialisation, data order and dropout."""
     deterministic: bool = False

@@ -22,6 +22,7 @@ from shardwise.lint.rules import RULES
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
+from shardwise.lint.schema import pattern
 from shardwise.lint.script_run import as_run
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.lint.shell_text import NO_COMMAND, STARTS
@@ -73,10 +74,12 @@ def load(
             continue
         except UnreadableError as error:
             own = error.what in (UNKNOWN, DEEPSPEED_YAML) and file.suffix in (".yaml", ".yml")
-            if not own or not _read_yaml(files):
+            later = bool(other) and error.ours and file.suffix == ".py"  # its f-strings are a later Python's
+            if not (own := own and _read_yaml(files)):
                 broken.append(unreadable(str(file), error))
+            if not own and not later:
                 continue
-            document = read(text, str(file), other="training")  # a script reads it by itself
+            document = read(pattern("f_string").sub('f"{...}"', text), str(file), other="training")
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:

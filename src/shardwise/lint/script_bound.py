@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from shardwise.lint.script_inputs import Inputs, name_of
+from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, name_of
 from shardwise.lint.script_names import name_as_imported, part_of, path_of
 from shardwise.lint.script_sums import UNKNOWN
 
@@ -194,8 +194,10 @@ def _top(module: ast.Module) -> Iterator[str]:
 class Bound:
     """Of a program and of the scripts that it imports: `flow` says what runs."""
 
-    def __init__(self, program: ast.Module, inputs: Inputs, value_of: Callable[[ast.AST], Any]) -> None:
-        self._inputs, self._links = inputs, Links(program, inputs.stem, inputs.others)
+    def __init__(self, program: ast.Module, own: Inputs | None, value_of: Callable[[ast.AST], Any]) -> None:
+        self._defaults, self._inputs = own is not None, (inputs := own or NOTHING)
+        self._links = Links(program, inputs.stem, inputs.others)
+        self.presets, self._far = Presets(inputs), Presets(inputs)
         nodes = self._links.nodes
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses = (defaultdict[Any, list[Any]](list) for _ in range(2))

@@ -83,7 +83,7 @@ class Inputs:
 
     def filled(self, made: ast.ClassDef, meant: Callable[[ast.AST], ast.AST]) -> dict[str, list[ast.expr]]:
         """What files say of the fields of a class, in sections that have no other keys."""
-        known = field_names(made, meant) if self._sections else set[str]()
+        known = {*field_names(made, meant)} if self._sections else set[str]()
         held = [one for one in self._sections if len(one[1]) > 1 and one[1].keys() <= known]
         words = [re.sub(r".*\.|_|config|conf|arg(ument)?s|settings", "", one[0].lower()) for one in held]
         mine = [one for one, word in zip(held, words, strict=True) if word and word in made.name.lower()]
@@ -209,6 +209,7 @@ class Presets:
                 flags, name, value = options(node)
                 off = "store_false" in (getattr(one.value, "value", "") for one in node.keywords)
                 given = ast.Constant(value=False, lineno=node.lineno) if off else None
+                value = value or (None if "required=True" in ast.unparse(node) else ast.Constant(None))
                 self._note(name, value, 0, flags, given)
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
@@ -312,7 +313,7 @@ def options_of(text: str) -> set[str]:
             case ast.Call(func=called) if name_of(called).endswith("add_argument"):
                 found |= {*options(node)[0]}
             case ast.ClassDef():
-                found |= field_names(node, lambda one: one)
+                found |= {*field_names(node, lambda one: one)}
     return found
 
 
@@ -330,8 +331,8 @@ def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
 
 
 def unwrapped(value: ast.expr) -> ast.expr:
-    """The default in `typer.Option(3)` and `Field(default=3)`; else the value itself."""
-    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("Option", "Argument"):
+    """The default in `typer.Option(3)` and `Field(3)`; else the value itself."""
+    if isinstance(value, ast.Call) and name_of(value.func).endswith(("Option", "Argument", "Field")):
         given = [one.value for one in value.keywords if one.arg == "default"] + value.args[:1]
         return given[0] if given else value
     return value
@@ -347,17 +348,28 @@ def fields(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
                 continue
             made = one.value.keywords if isinstance(one.value, ast.Call) else []  # of `field(...)`
             given = [part.value for part in made if part.arg in ("default", "default_factory")]
-            value = [*given, one.value][0]
+            value = [*given, unwrapped(one.value)][0]
             yield ast.unparse(target), value.body if isinstance(value, ast.Lambda) else value
 
 
-def field_names(node: ast.AST, meant: Callable[[ast.AST], ast.AST], deep: int = 5) -> set[str]:
-    """All fields of a class, and those of the classes that it is derived of."""
+def field_names(node: ast.AST, meant: Callable[[ast.AST], ast.AST], deep: int = 5) -> list[str]:
+    """All fields of a class, after those of the classes that it is derived of; as its call takes them."""
     if not isinstance(node, ast.ClassDef) or not deep:
-        return set()
-    own = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
-    own |= {name for name, _ in fields(node)}
-    return own.union(*(field_names(meant(one), meant, deep - 1) for one in node.bases))
+        return []
+    own = [name for base in node.bases for name in field_names(meant(base), meant, deep - 1)]
+    own += [ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)]
+    return [*dict.fromkeys([*own, *(name for name, _ in fields(node))])]
+
+
+def placed(
+    made: ast.AST | None, given: Sequence[ast.expr], name: str, meant: Callable[[ast.AST], ast.AST]
+) -> list[Any]:
+    """What a call of a class of the script's own gives a field by its place; None after a `*`."""
+    if not isinstance(made, ast.ClassDef) or ast.Starred in map(type, given):
+        return [None] * isinstance(made, ast.ClassDef)
+    inner = [one for one in made.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+    order = [one.arg for one in inner[0].args.args[1:]] if inner else field_names(made, meant)
+    return [value for field, value in zip(order, given, strict=False) if field == name]
 
 
 def presets(function: ast.FunctionDef) -> dict[str, ast.expr]:

@@ -30,7 +30,7 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     key, end = "", counts[min(1, len(counts) - 1)]
     inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
     text = "".join(map(ast.unparse, loop.body))
-    if "epoch" in ast.unparse(loop.target) or any(".step()" in one for one in inner):
+    if "epoch" in ast.unparse(loop.target) or any(".step()" in one and "backward(" in one for one in inner):
         key = "range(epochs)"
     elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
         key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]

@@ -166,8 +166,11 @@ class Rows:
         lines.pop("pieces()" if "packed()" in lines else "", 0)
         lines.pop("system prompt" if any(one.startswith("text by") for one in values) else "", 0)
         padded = bool((values.get("tokenizer") or {}).get("padding"))
-        if (labels := lines.pop("labels()", 0)) and not {"masked()", "loss_mask()"} & lines.keys():
-            again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
+        again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
+        lines.pop("masked()" if again else "", 0)
+        own = _IGNORED.search(text) if masks and not again else None
+        labels = lines.pop("labels()", 0) or (line_at(text, own.start()) if own else 0)
+        if labels and not {"masked()", "loss_mask()"} & lines.keys():
             lines["labels(-100)" if masks and not again else "labels()"] = labels
             lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}
         return {(name,): (line, UNKNOWN if name in _OPEN else True) for name, line in lines.items()}
@@ -177,7 +180,7 @@ class Rows:
         plain = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
         for one in (one for one in self._nodes if isinstance(one, plain)):
             text = ast.unparse(one)
-            defines = re.fullmatch(r"[\w: ]+ = (-100|[\w.]+)", text) or "ignore_index=" in text
+            defines = re.search(r"^[\w: ]+ = (-100|[\w.]+)$|ignore_index=|[!=]= -100", text)
             if _IGNORED.search(text) and not defines and self._known.runs(one):
                 yield text
 

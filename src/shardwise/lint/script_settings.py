@@ -13,9 +13,10 @@ from shardwise.lint.document import AUTO, Document, Mark
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
 from shardwise.lint.script_loops import of_loop
+from shardwise.lint.script_names import Said, name_as_imported, nested
 from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
-from shardwise.lint.script_values import ARGUMENTS, Said, Values, name_as_imported, nested
+from shardwise.lint.script_values import ARGUMENTS, Values
 
 _COMMENTED = re.compile(r"(?m)^\s*#.*get_peft_model\(")
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
@@ -175,7 +176,7 @@ class Settings:
         given = next((one.value for one in call.keywords if one.arg == "data_collator"), None)
         made = self.known.meant(given) if given else None
         name = name_of(made.func) if isinstance(made, ast.Call) else getattr(made, "name", "")
-        if made is not None and name.rpartition(".")[2] not in names("collators"):
+        if not isinstance(made, ast.Constant | None) and name.rpartition(".")[2] not in names("collators"):
             self._put({("own_collator()",): (call.lineno, UNKNOWN)})
 
     def _made_elsewhere(self, call: ast.Call, kind: str) -> None:

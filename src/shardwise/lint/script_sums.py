@@ -39,11 +39,8 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             return UNKNOWN if known == UNKNOWN else value_of(then if known else other)
         case ast.BoolOp(op=op, values=parts):
             return _first(isinstance(op, ast.Or), [value_of(one) for one in parts])
-        case ast.UnaryOp(op=ast.Not(), operand=inner):
-            known = value_of(inner)
-            return UNKNOWN if known == UNKNOWN else not known
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return _applied(operator.neg, [value_of(inner)])
+        case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=inner):
+            return _applied(operator.not_ if isinstance(op, ast.Not) else operator.neg, [value_of(inner)])
         case ast.BinOp(left=left, op=op, right=right) | ast.Compare(left=left, ops=[op], comparators=[right]):
             sides = [value_of(left), value_of(right)]
             return _applied(_SUMS[type(op)], sides) if type(op) in _SUMS else UNKNOWN
@@ -55,6 +52,8 @@ def computed(node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
             method in _TEXTS
         ):
             return _applied(getattr(str, method), [value_of(holder), *map(value_of, args)])
+        case ast.Subscript(value=holder, slice=ast.Constant(int()) | ast.UnaryOp() as place):
+            return _applied(operator.getitem, [value_of(holder), value_of(place)])
         case ast.FormattedValue(value=inner, format_spec=None):
             return value_of(inner)
         case ast.Call(func=called, args=args, keywords=[]) if (name := ast.unparse(called)) in _FUNCTIONS:
@@ -83,7 +82,7 @@ def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
         return UNKNOWN  # a text or list many times, or a text that is filled in
     try:
         return function(*values)
-    except (TypeError, ValueError, ArithmeticError):
+    except (TypeError, ValueError, ArithmeticError, IndexError):
         return UNKNOWN
 
 

@@ -9,11 +9,9 @@ from typing import Any
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
 from shardwise.lint.script_bound import REPLACE, Bound
-from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, commanded, fields, name_of, presets
-from shardwise.lint.script_names import Said, changes_by, name_as_imported, nested, path_of, rest_of
+from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
+from shardwise.lint.script_names import Said, changes_by, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
-
-__all__ = ["ARGUMENTS", "Said", "Values", "name_as_imported", "nested"]
 
 MOST_READ = 20_000  # entries of dicts of a script
 MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
@@ -28,11 +26,9 @@ class Values(Bound):
     """`inputs`: what a command gives the script. With it, flags and fields of classes have their defaults."""
 
     def __init__(self, program: ast.Module, inputs: Inputs | None = None) -> None:
-        super().__init__(program, inputs or NOTHING, self.value)
+        super().__init__(program, inputs, self.value)
         self._changes = defaultdict[Any, list[Any]](list)
         self._read, self._steps = 0, 0
-        self._defaults = inputs is not None
-        self.presets, self._far = Presets(self._inputs), Presets(self._inputs)
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         self._spread: list[tuple[ast.AST, ast.expr | None]] | None = None  # what `setattr` in loops sets
@@ -243,11 +239,14 @@ class Values(Bound):
 
     def _of_made(self, made: ast.AST | None, holder: ast.expr, name: str) -> list[Any]:
         """What the call that made a holder gives an attribute; else the flag or field of that name."""
-        if isinstance(made, ast.Call) and not isinstance(self.meant(made.func), ast.FunctionDef):
+        kind = made.annotation if isinstance(made, ast.arg) else getattr(made, "func", None)
+        maker = self.meant(kind) if kind else made
+        if isinstance(made, ast.Call) and not isinstance(maker, ast.FunctionDef):
             given = [one.value for one in made.keywords if one.arg == name]
             rest = [one.value for one in made.keywords if one.arg is None]
             if not given and len(held := rest + made.args) == 1:
                 given = self._item(held[0], ast.Constant(name))
+            given = given or placed(maker, made.args, name, self.meant)
             if given or (name not in self._inputs.flags and any(map(self._is_open, rest))):
                 return given
         if isinstance(made, ast.expr) and self._rows(made) is not None:
@@ -257,9 +256,6 @@ class Values(Bound):
             own = ARGUMENTS.match(text.removeprefix("self.").partition(".")[0])
             if own and (held := self._inputs.at(f"{text}.{name}")):
                 return held
-        maker = self.meant(made.func) if isinstance(made, ast.Call) else made
-        if isinstance(made, ast.arg) and made.annotation:
-            maker = self.meant(made.annotation)
         presets = [self.presets, self._far][:: -1 if made and self._links.away(made) else 1]
         known = self._fields(maker, name) or presets[0].of(name) or presets[1].of(name)
         root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
@@ -274,16 +270,22 @@ class Values(Bound):
         """Whether nothing shows the keys of a mapping."""
         return mapping is None or self._rows(self.meant(mapping)) is None
 
-    def _fields(self, made: ast.AST | None, name: str) -> list[ast.expr]:
+    def _fields(self, made: ast.AST | None, name: str) -> list[Any]:
         """What a class, or one that it is derived of, says of a field that the command does not give."""
         if not isinstance(made, ast.ClassDef) or name in self._inputs.flags:
             return []
+        mine = (one for one in self._stores[name] if made in self.flow.scopes(one[0]))
         filled = self._inputs.filled(made, self.meant).get(name)
-        own = filled or [value for field, value in fields(made) if field == name]
-        return own or [value for base in made.bases for value in self._fields(self.meant(base), name)]
+        own: list[Any] = filled or [value for by, value in mine if ast.unparse(by) == "self"]
+        own = own or [value for field, value in fields(made) if field == name]
+        inherited = (self._fields(self.meant(base), name) for base in made.bases)
+        return own or [value for values in inherited for value in values]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
         made = self.meant(holder)
+        if isinstance(made, ast.Call) and ast.unparse(made.func) == "vars" and made.args:
+            text = self.value(name)  # a flag, of the arguments as a mapping
+            return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or made in self._held:  # a mapping may hold itself
             return []  # without a use of the name, which may be a flag
         self._held = self._held | {made}

@@ -213,7 +213,7 @@ def _full(launcher: str, flag: str) -> str:
 def _takes_value(launcher: str, flag: str) -> bool | None:
     """Whether the launcher's flag has a value; None if the launcher has no such flag."""
     key = flag if launcher == "deepspeed" else flag.replace("-", "_")
-    if launcher not in ("deepspeed", "torchrun", "accelerate"):
+    if launcher not in ("deepspeed", "torchrun", "accelerate", "colossalai"):
         return False
     switches, flags = names(f"{launcher}_switches"), names(f"{launcher}_flags")
     if launcher == "accelerate":

@@ -8,12 +8,12 @@ from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.foreign.table import TABLE, leaves
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
-from shardwise.lint.setup import of_script
+from shardwise.lint.setup import Setup, of_script
 
 _TARGETS = "model.lora.targets"
 _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
-_SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric")
+_SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric|colossalai")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
 _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
@@ -37,16 +37,19 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
+    setup = Setup(documents=tuple(documents)) if " is not there;" not in " ".join(said) else Setup()
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
+        "several": setup.hugging_face and (setup.launched or 1) > 1,
         "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
-    tools = [*(tool for tool in also if also[tool]), *tools, "any"]
+    made_by = (tool for tool in TABLE["tools"] if any(one.has(tool) for one in scripts))  # `Plugin()`
+    tools = [*made_by, *(tool for tool in also if also[tool]), *tools, "any"]
     for key, words in _OTHERS.items() if "loop" in tools else ():
         for one in scripts:
             if key not in given and (name := words.search(one.text)):

@@ -12,6 +12,7 @@ from shardwise.errors import JobError
 from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
+from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
 from shardwise.lint.foreign.sections import opened
@@ -47,8 +48,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     `taken` gets the flags, and the keys of files, whose values a script uses.
     """
     documents, broken = load(files, other="training")
-    for wrong in broken:
-        raise JobError(wrong.what.replace("check does", "init does"), where=wrong.where, fix=wrong.fix)
+    said += map(_of_part, broken)
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
@@ -109,6 +109,14 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += [f"{lost} {one.name}:{one.first}" for one in inner]
         return used
     return [*used, *sorted([*named, *inner], key=lambda one: order[one.name])]
+
+
+def _of_part(wrong: Finding) -> str:
+    """What is said of a script that is read without a part of it; of another file it is an error."""
+    what = re.sub(r"\bcheck\b", "init", wrong.what)
+    if wrong.severity != "warning" or not wrong.file.endswith(".py"):
+        raise JobError(what, where=wrong.where, fix=wrong.fix)
+    return f"to do: {wrong.where}: {what}; its f-strings are not read, the rest is; run {wrong.fix}"
 
 
 def _apart(document: Document) -> tuple[Document, Document]:

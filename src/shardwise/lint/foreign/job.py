@@ -67,7 +67,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
     if setup.launched == 1:  # which has nothing to share
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
-    stated.sort(key=lambda one: "DataLoader.batch_size" in one.place)  # whatever DeepSpeed's file says of it
+    first, last = ": distributed_type", "DataLoader.batch_size"  # which DeepSpeed's file says, and does not
+    stated.sort(key=lambda one: (last in one.place) - (first in one.place))
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]

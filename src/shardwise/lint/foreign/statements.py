@@ -10,7 +10,7 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import BY_NAME, TABLE, lacks_number, leaves, meaning, reason
+from shardwise.lint.foreign.table import BY_NAME, TABLE, lacks_number, leaves, meaning, reason, without_layer
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
@@ -59,6 +59,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys() if not linear else ()
         said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
+        if lost := ", ".join(without_layer(key, value, model)):
+            said.append(f"to do: {at}: {lost}: in no block of {model}; write model.lora.targets")
         if isinstance(meant, str):
             asks = _kind(meant) != "left out" and type(value) in (str, int, float) and value != ""
             words = " ".join(str(value).split())

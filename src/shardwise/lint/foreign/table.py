@@ -53,6 +53,13 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     return reason(key, word)
 
 
+def without_layer(key: str, value: Any, model: str) -> list[str]:
+    """The modules in a list of targets that no layer of this family is, as far as the model's name shows."""
+    known = next((names for sign, names in TABLE["modules"].items() if re.search(sign, model)), "").split()
+    held = known and isinstance(value, list) and TABLE["keys"].get(key) == "model.lora.targets"
+    return [str(one) for one in value if str(one).rpartition(".")[2] not in known] if held else []
+
+
 def switched(key: str, value: Any) -> Any:
     """A switch as HfArgumentParser takes it: also `1`, `yes` and `t`, `0`, `no` and `f`."""
     rule = TABLE["keys"].get(key)
@@ -88,10 +95,14 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     """The change that gives a key of the job the value; or why it cannot have it."""
     text = _text(value)
     word = value[0] if isinstance(value, list) and len(value) == 1 else value
-    if rule == "model.lora.targets" and word in ("all-linear", "all", "ALL", "DEFAULT"):  # of ms-swift 2
-        return reason(key, word) if word == "DEFAULT" else [f"{rule}=all-linear"]
-    if rule in paths.LOCAL and (value == "" or _PLACEHOLDER.fullmatch(str(value))):
-        return [] if value == "" or rule == "model.tokenizer" else f"placeholder of its author; write {rule}"
+    if rule == "model.lora.targets" and re.search(TABLE["words"]["module_choice"], str(word)):
+        return _modules(key, str(word))
+    if rule in paths.LOCAL and (value in ("", True) or _PLACEHOLDER.fullmatch(str(value))):
+        return (
+            []
+            if value in ("", True) or rule == "model.tokenizer"
+            else f"placeholder of its author; write {rule}"
+        )
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
@@ -104,12 +115,22 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
         return [f"{rule}={len(str(value).split(','))}"]  # Lightning's `0,1,2,3`
     if rule.startswith("batch.") and not (isinstance(number, int) and number > 0):
         return f"{text} is no number of rows, steps or GPUs"
+    if rule == "tracking":  # the name of a project, which is empty where nothing tracks
+        return [f"{rule}=[wandb]"] * bool(value)
     if rule == "name":
         return [f"name={json.dumps(run_name(Path(str(value))))}"]
     is_list = key in TABLE["lists"] and ("," in str(value) or key != "dataset")
     if isinstance(value, str) and (is_list or re.fullmatch(r"\[[\w., ]+\]", value)):
         text = json.dumps([part.strip() for part in value.strip("[]").split(",") if part.strip()])
     return [f"{rule}={text}"]
+
+
+def _modules(key: str, word: str) -> list[str] | str:
+    """The targets of a word for several modules, or of PEFT's pattern of their full names."""
+    names = re.fullmatch(TABLE["words"]["module_pattern"], word)
+    if not names or word == "DEFAULT":  # of ms-swift 2
+        return reason(key, word) if names else "write model.lora.targets: this pattern chooses some layers"
+    return ["model.lora.targets=" + ("all-linear" if word[0] in "aA" else json.dumps(names[1].split("|")))]
 
 
 def reason(key: str, text: str) -> str:

@@ -15,8 +15,9 @@ from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_inputs import Inputs, name_of
+from shardwise.lint.script_names import name_as_imported, nested
 from shardwise.lint.script_sums import UNKNOWN
-from shardwise.lint.script_values import Values, name_as_imported, nested
+from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
