@@ -4,8 +4,9 @@ import ast
 import builtins
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import wraps
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, name_of
 from shardwise.lint.script_names import name_as_imported, part_of, path_of
@@ -17,6 +18,7 @@ REPLACE = ("dataclasses.replace", "replace")
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
 _LIBRARIES = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "unsloth")
 _IS_MAIN = "__name__ == '__main__'"
+_Asked = TypeVar("_Asked", bound=Callable[[Any, Any], Any])
 
 
 class Flow:
@@ -98,14 +100,21 @@ class Flow:
             if isinstance(node, SCOPES):
                 yield node
 
-    def block(self, statement: ast.AST) -> ast.AST | None:
-        """The statement or scope that holds one, through those whose body always runs."""
+    def block(self, statement: ast.AST, *, taken: bool = False) -> ast.AST | None:
+        """The statement or scope that holds one, through those whose body always runs.
+
+        `taken`: also through branches of which the text shows that they are taken.
+        """
         above = self._above.get(statement)
         while isinstance(above, ast.With | ast.Try) or (
-            isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+            isinstance(above, ast.If)
+            and (ast.unparse(above.test) == _IS_MAIN or (taken and self._taken(above.test)))
         ):
             above = self._above.get(above)
         return above
+
+    def _taken(self, test: ast.expr) -> bool:
+        return self._value_of(test) not in (UNKNOWN, False)
 
     def statement(self, node: ast.AST) -> ast.AST:
         while not isinstance(node, ast.stmt) and node in self._above:  # a value of the command is in no line
@@ -191,11 +200,32 @@ def _top(module: ast.Module) -> Iterator[str]:
                 yield part.id
 
 
+def remembered(asked: _Asked) -> _Asked:
+    """Keep a method's answer about a node, once there are `answers`, unless a guard cut it short."""
+
+    @wraps(asked)
+    def answer(self: Any, node: ast.AST) -> Any:
+        if self.answers is None:
+            return asked(self, node)
+        key = asked, node
+        if key not in self.answers:
+            cuts = self.cuts
+            found = asked(self, node)
+            if self.cuts != cuts:
+                return found
+            self.answers[key] = found
+        return self.answers[key]
+
+    return cast(_Asked, answer)
+
+
 class Bound:
     """Of a program and of the scripts that it imports: `flow` says what runs."""
 
     def __init__(self, program: ast.Module, own: Inputs | None, value_of: Callable[[ast.AST], Any]) -> None:
         self._defaults, self._inputs = own is not None, (inputs := own or NOTHING)
+        self.answers: dict[Any, Any] | None = None  # about nodes, once all names are bound
+        self.cuts = 0  # answers that a guard against endless reading cut short
         self._links = Links(program, inputs.stem, inputs.others)
         self.presets, self._far = Presets(inputs), Presets(inputs)
         nodes = self._links.nodes
@@ -208,6 +238,10 @@ class Bound:
         for node in nodes:
             self._bind(node)
         idle |= self._links.imported()
+
+    def _cut(self, endless: bool) -> bool:
+        self.cuts += endless
+        return endless
 
     def used(self, made: ast.AST) -> bool:
         """Whether some line names a class, or none shows which classes the command fills in."""

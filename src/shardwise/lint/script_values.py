@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
-from shardwise.lint.script_bound import REPLACE, Bound
+from shardwise.lint.script_bound import REPLACE, Bound, remembered
 from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
 from shardwise.lint.script_names import Said, changes_by, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
@@ -19,6 +19,7 @@ DEEPEST = 60  # expressions within one another
 MOST_BOUND = 50  # values of one name; of more, none is known
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
+_ASKED: list[Any] = []  # of an argument whose values are just being read
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 
 
@@ -39,12 +40,14 @@ class Values(Bound):
         for node in self._links.nodes:
             self._change(node)
         self._spread = None  # which only now is certain
+        self.answers = {}
 
+    @remembered
     def meant(self, node: ast.AST) -> ast.AST:
         """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
         before = self._open
         self._steps += 1
-        while node not in self._open and len(self._open) < DEEPEST and self._steps < MOST_STEPS:
+        while not self._cut(node in self._open or len(self._open) >= DEEPEST or self._steps >= MOST_STEPS):
             self._open = self._open | {node}
             found = self._next(node)
             alike = {ast.dump(one) if isinstance(one, ast.Constant) else one for one in found}
@@ -106,11 +109,12 @@ class Values(Bound):
             self._reading.discard(made)
         return said
 
+    @remembered
     def value(self, node: ast.AST) -> Any:
         """What an expression is, as far as literals, names and what the command gives show it."""
         node = self.meant(node)
         self._inputs.use(node)
-        if node in self._reading or len(self._reading) > DEEPEST:
+        if self._cut(node in self._reading or len(self._reading) > DEEPEST):
             return UNKNOWN
         self._reading.add(node)
         holder = self.meant(node.value) if isinstance(node, ast.Attribute) else None
@@ -175,8 +179,9 @@ class Values(Bound):
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
         """Note what an attribute is set to, but for the epochs that transformers' scripts compute again."""
         again = node.attr == "num_train_epochs" and value and "max_train_steps" in ast.unparse(value)
-        certain = self._block(self.flow.statement(node)) is next(self.flow.scopes(node), None)
+        block = self.flow.block(self.flow.statement(node), taken=self._defaults)
         if not again and not (self._defaults and not self.flow.runs(node)):
+            certain = block is next(self.flow.scopes(node), None)
             self._stores[node.attr].append((node.value, value if certain else None))
 
     def _next(self, node: ast.AST) -> list[Any]:
@@ -212,19 +217,20 @@ class Values(Bound):
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
         """What was stored there, or what `_of_made` says."""
-        text, made = ast.unparse(holder), None
-        if isinstance(holder, ast.Name) and self._stores[name]:
+        stores = self._stores.get(name, [])
+        text, made = ast.unparse(holder) if stores else "", None
+        if isinstance(holder, ast.Name) and stores:
             made = self.meant(holder)
         stored = [
             value
-            for other, value in self._stores[name]
+            for other, value in stores
             if (ast.unparse(other) == text and self._links.same(holder, other))
             or (isinstance(made, ast.Call) and self.meant(other) is made)
             if not self._defaults or self.flow.runs(other)
         ]
-        scopes = {next(self.flow.scopes(other), None) for other, _ in self._stores[name]}
+        scopes = {next(self.flow.scopes(other), None) for other, _ in stores}
         if stored:  # in several functions, of which the last one is run last
-            return stored[-1:] if len(scopes) == len(self._stores[name]) and None not in stored else stored
+            return stored[-1:] if len(scopes) == len(stores) and None not in stored else stored
         made = self.meant(holder) if self._defaults else None
         if isinstance(made, ast.Module):
             return self._bound.get((made, name), [])
@@ -286,7 +292,7 @@ class Values(Bound):
         if isinstance(made, ast.Call) and ast.unparse(made.func) == "vars" and made.args:
             text = self.value(name)  # a flag, of the arguments as a mapping
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
-        if (rows := self._rows(made)) is None or made in self._held:  # a mapping may hold itself
+        if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
             return []  # without a use of the name, which may be a flag
         self._held = self._held | {made}
         try:
@@ -309,8 +315,9 @@ class Values(Bound):
         """What the calls of its function give an argument; None where they do not show it."""
         function, found = next(self.flow.scopes(arg)), list[Any]()
         if arg in self._arguments or not isinstance(function, ast.FunctionDef):
+            self._cut(self._arguments.get(arg) is _ASKED)
             return self._arguments.get(arg, [])
-        self._arguments[arg], places = [], [one.arg for one in function.args.args]
+        self._arguments[arg], places = _ASKED, [one.arg for one in function.args.args]
         preset = presets(function)
         if self._defaults and (flagged := commanded(function)) is not None:
             flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
@@ -359,17 +366,10 @@ class Values(Bound):
             holder = holder.func if isinstance(holder, ast.Call) else holder.value
         if self._defaults and not self.flow.runs(by):
             return
-        here, block = self._block_of_maker(holder), self._block(by)
+        here, block = self._block_of_maker(holder), self.flow.block(by, taken=self._defaults)
         for one in found:
             certain = len(found) == 1 and block in (self.flow.block(self.flow.statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
-
-    def _block(self, by: ast.AST) -> ast.AST | None:
-        """The statement or scope that holds another, through those whose body runs."""
-        block = self.flow.block(by)
-        while self._defaults and isinstance(block, ast.If) and self.value(block.test) not in (UNKNOWN, False):
-            block = self.flow.block(block)
-        return block
 
     def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
         """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""

@@ -434,3 +434,25 @@ def test_codes_that_fsdp2_gathers_as_numbers(
     documents = (read(script, "train.py"), read(file, "a.yaml"))
     found = [one for one in check(Setup(documents=documents)).findings if one.rule == "quantised-under-fsdp2"]
     assert [(one.severity, one.line) for one in found] == [("error", 5)] * error
+
+
+LONG = {
+    "branches": "".join(
+        f"if args.f{n} and n{n - 1}:\n    n{n} = n{n - 1} if n{n - 1} else f(n{n - 1}, x)\n"
+        for n in range(1, 500)
+    ),
+    "calls": "".join(
+        f"def f{n}(a, b=1):\n    c = g(a, f{n - 1}(b, c=a.x))\n    return c\n" for n in range(400)
+    ),
+    "lines": "if x:\n"
+    + "".join(f"    x{n} = make(" + ", ".join(f"part.of{m}" for m in range(300)) + ")\n" for n in range(15)),
+    "functions": "o = torch.optim.AdamW(m.parameters())\n" + "def f():\n    return 1\n" * 300,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_no_script_takes_long(name: str) -> None:
+    text = ENGINE + LONG[name] + "for batch in loader:\n    engine.backward(m(batch))\n    engine.step()\n"
+    began = time.process_time()
+    check(Setup(documents=(read(text, "train.py"),)))
+    assert time.process_time() - began < 10

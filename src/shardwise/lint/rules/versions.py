@@ -127,11 +127,11 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
     trl = table("removed_arguments")["SFTConfig"] if re.search(r"TrlParser\(.*SFTConfig", text) else ""
-    older = _older(document, setup) if keys else ""
     for word in (*names("removed_from_TrainingArguments"), *trl.split()):
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
+            older = _older(document, setup)
             what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
             what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
@@ -189,8 +189,10 @@ def chat_template_gives_a_dict(document: Document, setup: Setup) -> Iterator[Hit
         by: Any = known.meant(node)
         moved = getattr(getattr(by, "func", None), "attr", "") == "to"  # which returns the same
         by = by.func.value if moved else by
+        if by not in made:
+            continue
         use = re.match(_AS_IDS.replace("IDS", re.escape(ast.unparse(node))), ast.unparse(above[node]))
-        if by in made and use and not _asks_first(document, by.lineno, "apply_chat_template"):
+        if use and not _asks_first(document, by.lineno, "apply_chat_template"):
             older = _older(document, setup)
             what = f"`{use[0][:60]}` takes as ids what apply_chat_template returns, a dict of ids and mask"
             what += f"; {older}" * bool(older)
