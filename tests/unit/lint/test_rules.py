@@ -91,6 +91,16 @@ def row(prompt, answer):
     input_ids = input_ids[:512]{}
     return input_ids, labels
 """
+RESUMED = """from transformers import Trainer, TrainingArguments
+Trainer(args=TrainingArguments(save_only_model={})).train(resume_from_checkpoint=True)
+"""
+MARKED = """from peft import LoraConfig, get_peft_model
+tokenizer = AutoTokenizer.from_pretrained("mistralai/Mistral-7B-v0.1")
+tokenizer.add_special_tokens({{"pad_token": "<pad>", "additional_special_tokens": ["<|im_start|>"]}})
+model.resize_token_embeddings(len(tokenizer))
+model = get_peft_model(model, LoraConfig(r=8{}))
+Trainer(model=model).train()
+"""
 ANSWERED = """from transformers import Trainer
 rows = [{{"role": "user", "content": q}}, {{"role": "assistant", "content": a}}]
 text = tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt={})
@@ -795,6 +805,10 @@ CASES = (
         "another-answer-begins",
         ANSWERED.format(True),
         ANSWERED.format(False),
+    ),
+    Case("resume-without-optimizer", RESUMED.format(True), RESUMED.format(False)),
+    Case(
+        "new-tokens-are-not-trained", MARKED.format(""), MARKED.format(", modules_to_save=['embed_tokens']")
     ),
     Case(
         "qlora-without-4-bits",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.lint.check import check, load
-from shardwise.lint.setup import Setup
+from shardwise.lint.setup import ModelFacts, Setup
 
 
 def severities(folder: Path, rule: str, **texts: str) -> list[str]:
@@ -248,3 +248,75 @@ def test_a_line_of_python_in_a_script_for_the_shell_trains_nothing(
     texts["train_py"] += "torch.cuda.set_device(0)\n" * (name == "train_py")
     texts["run_sh"] = texts["run_sh"] or "torchrun --nproc_per_node 2 train.py\n"
     assert len(severities(tmp_path, "one-gpu-for-all", **texts)) == hits
+
+
+HEAD = "from transformers import Trainer, TrainingArguments\nfrom trl import SFTConfig\n"
+PARSER = """from transformers import HfArgumentParser
+from trl import {0}
+HfArgumentParser({0}).parse_args_into_dataclasses()
+"""
+OWN = """class DPOTrainer(Trainer):
+    def __init__(self, beta=0.1, **others):
+        super().__init__(**others)
+"""
+
+
+@pytest.mark.parametrize(("own", "found"), [("", ["error"]), (OWN, [])])
+def test_a_class_of_the_script_is_none_of_trl(own: str, found: list[str], tmp_path: Path) -> None:
+    script = f"{HEAD}{own or 'from trl import DPOTrainer'}\nDPOTrainer(beta=0.2).train()\n"
+    assert severities(tmp_path, "argument-was-removed", train_py=script) == found
+
+
+@pytest.mark.parametrize("config", ["SFTConfig", "KTOConfig", "GRPOConfig", "TrainingArguments"])
+def test_flags_of_every_class_of_arguments_can_be_gone(config: str, tmp_path: Path) -> None:
+    command = "torchrun train.py --evaluation_strategy steps\n"
+    found = severities(tmp_path, "flag-was-removed", train_py=PARSER.format(config), run_sh=command)
+    assert found == ["error"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ("--nnodes=2 --nproc_per_node=8", ["warning"]),
+        ("--nnodes=2 --master_addr=10.0.0.1", ["warning"]),
+        ("--nnodes=2 --node_rank=$RANK --master_addr=10.0.0.1", []),
+        ("--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500", []),
+        ("--nnodes=1 --nproc_per_node=8", []),
+        ("--nnodes=2 $MORE", []),
+    ],
+)
+def test_nodes_need_an_address_and_their_numbers(flags: str, found: list[str], tmp_path: Path) -> None:
+    assert severities(tmp_path, "nodes-meet-at-localhost", run_sh=f"torchrun {flags} train.py\n") == found
+
+
+BY_HAND = """from accelerate import Accelerator
+def main():
+    accelerator = Accelerator()
+    m, optimizer, loader = accelerator.prepare(m, optimizer, loader)
+    for step, batch in enumerate(loader):
+        accelerator.backward(m(batch) / 8)
+        if (step + 1) % 8 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+if __name__ == "__main__":
+    main()
+"""
+STAGE = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\nnum_processes: 4\n"
+
+
+@pytest.mark.parametrize(("config", "found"), [(STAGE, ["error"]), ("distributed_type: MULTI_GPU\n", [])])
+def test_deepspeed_steps_at_each_backward_also_in_a_main(
+    config: str, found: list[str], tmp_path: Path
+) -> None:
+    assert severities(tmp_path, "accumulate-is-missing", train_py=BY_HAND, ds_yaml=config) == found
+
+
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [("meta-llama/Llama-3.1-8B", ["warning"]), ("huggyllama/llama-30b", []), ("a/Mistral-7B-v0.1-GPTQ", [])],
+)
+def test_what_a_name_says_of_its_precision(model: str, found: list[str], tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}')
+    documents, _ = load([tmp_path / "ds.json"])
+    findings = check(Setup(documents=documents, model=ModelFacts(name=model))).findings
+    assert [one.severity for one in findings if one.rule == "fp16-for-a-bf16-model"] == found

@@ -302,7 +302,7 @@ def warmup_never_ends(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit(("warmup_steps",), what + "risen", "fewer warmup_steps", severity="warning", line=at)
         ratio, axolotls = given.get("warmup_ratio"), "base_model" in given
         if isinstance(ratio, float) and ratio > 0 and isinstance(warmup, int) and warmup > 0:
-            what = "`warmup_ratio` is given too: " + ("Axolotl stops" if axolotls else "it is ignored")
+            what = "`warmup_ratio` is given too: " + ("Axolotl stops" if axolotls else "the ratio is ignored")
             severity: Severity = "error" if axolotls else "warning"
             yield Hit(("warmup_steps",), what, "keep one of the two", severity=severity, line=at)
 

@@ -172,9 +172,7 @@ def _certain(document: Document, node: ast.AST) -> bool:
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
     program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
-    named, made = {str(document.get("model_name_or_path")), *named_models(setup)}, made_by(document)
-    parts = (part for model in named for part in model.lower().split("/"))
-    full = any(part.startswith(names("no_spare_rows")) for part in parts)
+    made, full = made_by(document), has_no_spare_rows(document, setup)
     trains = full and _LOADS.search(program) and not _MAKES_ROWS.search(texts)
     for call in calls(document, "add_tokens", "add_special_tokens") if trains else ():
         own = call.args and "Tokenizer" in made.get(ast.unparse(call.func).rpartition(".")[0], "")
@@ -185,6 +183,12 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"the model has no row for {new[0]!r}, and no line calls `resize_token_embeddings`: "
             what += "where it comes first, the run stops with `index out of range` or a device-side assert"
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
+
+
+def has_no_spare_rows(document: Document, setup: Setup) -> bool:
+    """Whether the named model's embedding has the tokens of its tokenizer alone, and no chat markers."""
+    named = {str(document.get("model_name_or_path")), *named_models(setup)}
+    return any(part.startswith(names("no_spare_rows")) for one in named for part in one.lower().split("/"))
 
 
 def made_by(document: Document) -> dict[str, str]:
@@ -375,7 +379,8 @@ def accumulate_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
         body = "\n".join(map(ast.unparse, test.body))
         waits = "%" in ast.unparse(spelled_out(test.test, known))
-        if _STEPS.search(body) or ("continue" in body and waits):
+        around_all = not waits and any(isinstance(one, ast.For | ast.While) for one in ast.walk(test))
+        if not around_all and (_STEPS.search(body) or ("continue" in body and waits)):
             steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
             if waits and steps and re.search(r"(?i)accel\w*\.backward\(", document.text):
                 what = f"`if {ast.unparse(test.test)}` does not accumulate: under DeepSpeed "

@@ -12,7 +12,7 @@ from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.loop import SHARDED, around, made_by
+from shardwise.lint.rules.loop import SHARDED, around, has_no_spare_rows, made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
@@ -28,6 +28,7 @@ _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a r
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
 _SWAPPED = pattern("swapped")
+_TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
 _ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
 _NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
@@ -331,3 +332,29 @@ def another_answer_begins(document: Document, _: Setup) -> Iterator[Hit]:
         given = {one.arg: ast.unparse(one.value) for one in call.keywords}
         if call.args and ast.unparse(call.args[0]) in ended and given.get("add_generation_prompt") == "True":
             yield Hit(("add_generation_prompt",), fix="add_generation_prompt=False", line=call.lineno)
+
+
+@training_rule("warning", "transformers/trainer.py 5.23: _load_optimizer_and_scheduler")
+def resume_without_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
+    """Checkpoints of `save_only_model` have no optimizer: a resumed run begins AdamW again."""
+    kept = [one for call in calls(document, "train") for one in call.keywords]
+    given = [one.value for one in kept if one.arg == "resume_from_checkpoint"]
+    asked = [document.get("resume_from_checkpoint"), *map(values_of(document).value, given)]
+    if document.on("save_only_model") and any(one not in (None, False) for one in asked):
+        yield Hit(("save_only_model",), fix="save_only_model: false")
+
+
+@training_rule("warning", "peft/tuners/lora/config.py 0.21: modules_to_save, trainable_token_indices")
+def new_tokens_are_not_trained(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The rows of new tokens stay as `resize_token_embeddings` makes them: adapters train no embedding."""
+    adapters, program = [*calls(document, "LoraConfig")], ast.unparse(tree_of(document))
+    if not adapters or "resize_token_embeddings(" not in program or _TRAINS_ROWS.search(program):
+        return
+    for call in calls(document, "add_tokens", "add_special_tokens"):
+        given = ast.walk(values_of(document).meant(call.args[0])) if call.args else ()
+        words = [str(one.value) for one in given if isinstance(one, ast.Constant)]
+        new = [one for one in words if not _NO_NEW_TOKEN.search(one)]
+        if new and (_NEW.fullmatch(new[0]) or has_no_spare_rows(document, setup)):
+            what = f"{new[0]!r} gets a row that no adapter trains: the model neither learns nor writes it"
+            fix = 'modules_to_save=["embed_tokens", "lm_head"], or trainable_token_indices, in LoraConfig'
+            yield Hit((), what, fix, line=call.lineno)

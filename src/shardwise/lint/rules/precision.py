@@ -9,7 +9,7 @@ from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
 from shardwise.lint.rules.training import calls, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
-from shardwise.lint.schema import names
+from shardwise.lint.schema import pattern
 from shardwise.lint.setup import Setup
 
 BF16, FP16, AUTOCAST = ("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocast", "enabled")
@@ -71,7 +71,7 @@ def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
 def _by_name(setup: Setup) -> tuple[str, str] | None:
     """The same of a model whose id begins like a family that is published in bf16."""
     name = setup.model.name if setup.model else ""
-    known = name.lower().rpartition("/")[2].startswith(names("published_in_bf16"))
+    known = pattern("published_in_bf16").match(name.lower().rpartition("/")[2])
     return ("bf16", f"{name} is published in bf16 (by its name)") if known else None
 
 

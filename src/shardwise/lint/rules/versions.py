@@ -29,6 +29,7 @@ _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
 _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
     rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
+_PARSED = f"TrainingArguments|{'|'.join(names('trl_arguments'))}"
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
 _LARGEST_LOCK, _NEAR = 5_000_000, 2  # folders whose scripts install for a script: its own, and one above
@@ -83,8 +84,9 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
     lines = first_imports(document)
-    classes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
-    classes = [one for one in classes if "def __init__(" not in ast.unparse(one)]  # which takes what it wants
+    every_class = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    classes = [one for one in every_class if "def __init__(" not in ast.unparse(one)]  # else it is not theirs
+    shadowed = {one.name for one in every_class} - {one.name for one in classes}
     unsloth, trl = lines.get("unsloth"), lines.get("trl")
     moves = unsloth and (trl is None or unsloth < trl)  # Unsloth's own classes of TRL take them
     maybe = re.search(r"(?m)^\s*(from|import) unsloth\b", setup.scripts)
@@ -97,7 +99,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         now = dict(word.split("=", 1) for word in every)
         bases = {called, f"trl.{called}", f"transformers.{called}"}
         own = {one.name for one in classes if bases & {*map(ast.unparse, one.bases)}}
-        ways = (bases | own) & document.uses
+        ways = ((bases | own) & document.uses) - shadowed
         for call in calls(document, called, *own):
             by = ast.unparse(call.func)
             given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
@@ -121,7 +123,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = setup.scripts
-    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search("TrainingArguments|SFTConfig", text)
+    parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search(_PARSED, text)
     keys = document.flags if parsed and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
