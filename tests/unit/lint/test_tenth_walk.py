@@ -267,6 +267,12 @@ def test_a_class_of_the_script_is_none_of_trl(own: str, found: list[str], tmp_pa
     assert severities(tmp_path, "argument-was-removed", train_py=script) == found
 
 
+@pytest.mark.parametrize(("base", "found"), [("Trainer", ["error"]), ("Own", [])])
+def test_what_a_class_gives_the_trainer_above_it(base: str, found: list[str], tmp_path: Path) -> None:
+    script = f"{HEAD}class Mine({base}):\n    def __init__(self, t):\n        super().__init__(tokenizer=t)\n"
+    assert severities(tmp_path, "argument-was-removed", train_py=script) == found
+
+
 @pytest.mark.parametrize("config", ["SFTConfig", "KTOConfig", "GRPOConfig", "TrainingArguments"])
 def test_flags_of_every_class_of_arguments_can_be_gone(config: str, tmp_path: Path) -> None:
     command = "torchrun train.py --evaluation_strategy steps\n"

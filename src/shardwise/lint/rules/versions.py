@@ -16,7 +16,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file
-from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of
+from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
@@ -100,9 +100,12 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         bases = {called, f"trl.{called}", f"transformers.{called}"}
         own = {one.name for one in classes if bases & {*map(ast.unparse, one.bases)}}
         ways = ((bases | own) & document.uses) - shadowed
-        for call in calls(document, called, *own):
+        derived = [one for one in every_class if bases & {*map(ast.unparse, one.bases)}]
+        above = {one for one in within(*derived) if ast.unparse(one.func) == "super().__init__"}
+        for call in (*calls(document, called, *own), *above):
             by = ast.unparse(call.func)
-            given = values_of(document).arguments(call) if by in ways or _LOADS_MODEL.match(by) else {}
+            theirs = call in above or by in ways or _LOADS_MODEL.match(by)
+            given = values_of(document).arguments(call) if theirs else {}
             found = [old for old in now if (old,) in given]
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
