@@ -401,5 +401,6 @@ def test_the_trainers_flags_are_those_of_the_installed_transformers() -> None:
 def test_a_slurm_job_has_what_its_command_starts(head: str, command: str, said: list[str]) -> None:
     text = f"#!/bin/bash\n#SBATCH {head}\n#SBATCH --time=1:00\n{command}\n"
     found = check(Setup(documents=(read(text, "run.sh"),))).findings
+    found = [one for one in found if one.rule != "nodes-meet-at-localhost"]  # these commands name no address
     assert [one.rule for one in found] == ["slurm-and-launcher"] * len(said)
     assert all(part in one.what for part, one in zip(said, found, strict=True)), found

@@ -284,7 +284,7 @@ def test_flags_of_every_class_of_arguments_can_be_gone(config: str, tmp_path: Pa
     ("flags", "found"),
     [
         ("--nnodes=2 --nproc_per_node=8", ["warning"]),
-        ("--nnodes=2 --master_addr=10.0.0.1", ["warning"]),
+        ("--nnodes=2 --master_addr=10.0.0.1", []),
         ("--nnodes=2 --node_rank=$RANK --master_addr=10.0.0.1", []),
         ("--nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500", []),
         ("--nnodes=1 --nproc_per_node=8", []),

@@ -16,6 +16,7 @@ from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
 _RUNNER = "deepspeed/launcher/runner.py"
+_MEETING = ("rdzv_endpoint", "rdzv_backend", "master_addr", "node_rank")
 _OPEN_PARSER = re.compile("|".join(names("open_parsers")))
 _OWN = {"deepspeed.add_config_arguments"}
 _STARTS = re.compile(r"srun|mpirun|mpiexec|pdsh|ssh|clush|parallel|\bray\b")
@@ -299,11 +300,11 @@ def nodes_meet_at_localhost(document: Document, _: Setup) -> Iterator[Hit]:
         if nodes > 1 and host in ("localhost", "127.0.0.1") and f":-{host}" not in document.text:
             what = f"`{host}` is another machine on each of the {nodes:g} nodes: they wait for each other"
             yield Hit((name,), what, "the name of the first node")
-    met = document.get("rdzv_backend") not in (None, "static") or document.has(OPEN)
-    static = ("node_rank", "rdzv_endpoint" if document.has("rdzv_endpoint") else "master_addr")
-    missing = [f"--{one}" for one in static if not of_launcher(document, one)]
-    met |= document.get("launcher") != "torchrun" or "PET_" in document.text  # torchrun's own variables
-    if nodes > 1 and missing and not met:
-        what = f"without {' and '.join(missing)} each of {nodes:g} nodes waits as if it were the first"
+    met = (
+        document.get("launcher") != "torchrun" or document.has(OPEN) or "PET_" in document.text
+    )  # its variables
+    met |= any(of_launcher(document, one) for one in _MEETING)
+    if nodes > 1 and not met:
+        what = f"without an address and --node_rank each of {nodes:g} nodes waits as if it were the first"
         fix = "--rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500"
         yield Hit(("nnodes",), what, fix, severity="warning")
