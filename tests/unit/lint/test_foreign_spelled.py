@@ -80,3 +80,20 @@ def test_what_only_a_run_knows_stays_open(
     files = {"train.py": script(before, f"learning_rate={rate}")}
     case = (files, {"optimizer.learning_rate": None}, ("write optimizer.learning_rate",), ())
     check_case(case, tmp_path, monkeypatch)
+
+
+def test_a_line_of_another_script_is_none_of_a_short_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a long script sets on its arguments is marked in each module, of which this one has four lines."""
+    loop = (
+        "def main(args):\n    accelerator = Accelerator(gradient_accumulation_steps=4)\n"
+        "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\n"
+        "    loader = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=Collator())\n"
+        "    args.max_train_steps = count(args)\n    for step in range(args.max_train_steps):\n"
+        "        accelerator.backward(model(batch).loss)\n        optimizer.step()\n"
+    )
+    head = "import torch\nfrom accelerate import Accelerator\nfrom helper import Collator\n"
+    helper = "class Collator:\n    def __call__(self, rows):\n        return rows\n"
+    files = {"main.py": head + "\n" * 40 + loop, "helper.py": helper}
+    check_case((files, {"optimizer.learning_rate": 1e-4}, (), ()), tmp_path, monkeypatch)
