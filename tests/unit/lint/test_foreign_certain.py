@@ -169,6 +169,11 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     ),
     "ms-swift's default is LoRA": ({"run.sh": f"{SWIFT}\n"}, {"model.lora.rank": 8, "model.lora.targets": "all-linear"}, ""),
     "ms-swift, all weights": ({"run.sh": f"{SWIFT} --train_type full\n"}, {"model.lora": None}, ""),
+    "a base of 4 bits by a word": (
+        {"run.sh": f"{SWIFT} --train_type qlora\n"},
+        {"model.quantization": "nf4", "model.lora.rank": 8},
+        "",
+    ),
     "a collator of its own": (
         {"train.py": f"{HEAD}from trl import SFTTrainer\n{MODEL}class Mine:\n    pass\n"
          "SFTTrainer(model=m, args=TrainingArguments('o'), data_collator=Mine(t)).train()\n"},
