@@ -21,8 +21,8 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
-from shardwise.lint.script_bound import modules_of
 from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes

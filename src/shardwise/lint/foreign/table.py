@@ -98,11 +98,8 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     if rule == "model.lora.targets" and re.search(TABLE["words"]["module_choice"], str(word)):
         return _modules(key, str(word))
     if rule in paths.LOCAL and (value in ("", True) or _PLACEHOLDER.fullmatch(str(value))):
-        return (
-            []
-            if value in ("", True) or rule == "model.tokenizer"
-            else f"placeholder of its author; write {rule}"
-        )
+        unneeded = value in ("", True) or rule == "model.tokenizer"
+        return [] if unneeded else f"placeholder of its author; write {rule}"
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:

@@ -300,11 +300,9 @@ def nodes_meet_at_localhost(document: Document, _: Setup) -> Iterator[Hit]:
         if nodes > 1 and host in ("localhost", "127.0.0.1") and f":-{host}" not in document.text:
             what = f"`{host}` is another machine on each of the {nodes:g} nodes: they wait for each other"
             yield Hit((name,), what, "the name of the first node")
-    met = (
-        document.get("launcher") != "torchrun" or document.has(OPEN) or "PET_" in document.text
-    )  # its variables
+    met = document.has(OPEN) or "PET_" in document.text  # torchrun's own variables
     met |= any(of_launcher(document, one) for one in _MEETING)
-    if nodes > 1 and not met:
+    if document.get("launcher") == "torchrun" and nodes > 1 and not met:
         what = f"without an address and --node_rank each of {nodes:g} nodes waits as if it were the first"
         fix = "--rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500"
         yield Hit(("nnodes",), what, fix, severity="warning")

@@ -19,8 +19,8 @@ from shardwise.lint.rules.training import (
     zero_stage,
 )
 from shardwise.lint.rules.zero import stage_of
+from shardwise.lint.saved import elsewhere, state_of
 from shardwise.lint.schema import closest, names, pattern
-from shardwise.lint.script_loops import elsewhere, state_of
 from shardwise.lint.script_text import UNDEFINED
 from shardwise.lint.setup import Setup
 
