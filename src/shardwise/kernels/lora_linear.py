@@ -107,11 +107,13 @@ def _forward(self: PeftLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if parts is None:
         return type(self).forward(self, x, *args, **kwargs)
     given = x, parts.bias, parts.a, parts.b, parts.scaling, parts.unpack
-    return LoraLinear.apply(*given, *parts.stored)  # type: ignore[no-any-return]
+    y = LoraLinear.apply(*given, *parts.stored)
+    # Here, not in the node: a view that a node returns cannot be changed in place, as Falcon's block does.
+    return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 class LoraLinear(torch.autograd.Function):
-    """(x [..., I], b [O] or None, A [R, I], B [O, R], stored W [O, I]) to y [..., O].
+    """(x [..., I], b [O] or None, A [R, I], B [O, R], stored W [O, I]) to y [tokens, O].
 
     Saves x, s x A^T and the stored weight.
     """
@@ -127,7 +129,7 @@ class LoraLinear(torch.autograd.Function):
         y.addmm_(rows, unpack(*stored).t())
         ctx.save_for_backward(rows, reduced, a, b, *stored)
         ctx.scaling, ctx.unpack, ctx.shape = scaling, unpack, x.shape
-        return y.view(*x.shape[:-1], -1)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -48,7 +48,7 @@ def _forward(module: nn.Module, gelu: bool, otherwise: Callable[[Tensor], Tensor
     how = gelu, (gate.scaling, down.scaling), [part.unpack for part in layers]
     stored = *gate.stored, *up.stored, *down.stored
     counts = [len(part.stored) for part in layers]
-    return LoraMlp.apply(x, *matrices, *how, counts, *stored)  # type: ignore[no-any-return]
+    return LoraMlp.apply(x, *matrices, *how, counts, *stored).view(x.shape)  # type: ignore[no-any-return]
 
 
 def _layers(module: nn.Module, dtype: torch.dtype) -> tuple[Parts, Parts, Parts] | None:
@@ -62,7 +62,7 @@ def _layers(module: nn.Module, dtype: torch.dtype) -> tuple[Parts, Parts, Parts]
 
 
 class LoraMlp(torch.autograd.Function):
-    """x [..., I] to y [..., I]; A [R, in], B [out, R] of gate, up and down, then their stored weights.
+    """x [..., I] to y [tokens, I]; A [R, in], B [out, R] of gate, up and down, then their stored weights.
 
     Saves x, gate and up without their updates, s x A^T and the stored weights. The backward pass overwrites
     gate and up, as Liger's activations do.
@@ -85,7 +85,7 @@ class LoraMlp(torch.autograd.Function):
         matrices = a_gate, b_gate, a_up, b_up, a_down, b_down
         ctx.save_for_backward(rows, gate, up, reduced, reduced_down, *matrices, *stored)
         ctx.how, ctx.shape = (gelu, scalings, unpack, counts), x.shape
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

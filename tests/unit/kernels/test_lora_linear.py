@@ -122,3 +122,17 @@ def test_a_base_layer_replaced_afterwards_is_called():
     base = layer.base_layer(x)
     layer.base_layer.__class__ = Doubling
     assert torch.allclose(layer(x), before + base)
+
+
+def test_outputs_may_be_changed_in_place():
+    """As Falcon's block does, with the sum of attention and MLP."""
+    peft = layers()
+    fused = copy.deepcopy(peft)
+    assert fuse_lora(fused) == 2
+    x = torch.randn(2, 4, 7, dtype=torch.float64)
+    for model in (peft, fused):
+        y = model(x)
+        y += 1.0
+        (y * y).sum().backward()
+    for left, right in zip(fused.parameters(), peft.parameters(), strict=True):
+        assert left.grad is None or torch.allclose(left.grad, right.grad, rtol=1e-12)

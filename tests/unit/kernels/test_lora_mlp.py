@@ -86,6 +86,17 @@ def test_an_input_without_gradient_still_trains_the_adapters():
         assert left.grad is None or torch.allclose(left.grad, right.grad, rtol=1e-12)
 
 
+def test_outputs_may_be_changed_in_place():
+    peft = mlp()
+    other, x = fused(peft), torch.randn(2, 5, 6, dtype=torch.float64)
+    for model in (peft, other):
+        y = model(x)
+        y += 1.0
+        (y * y).sum().backward()
+    for left, right in zip(other.parameters(), peft.parameters(), strict=True):
+        assert left.grad is None or torch.allclose(left.grad, right.grad, rtol=1e-12)
+
+
 def test_gradients_of_gate_and_up_have_memory_of_their_own():
     """Engines free and flatten them one by one."""
     other = fused(mlp())
