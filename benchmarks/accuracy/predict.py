@@ -40,6 +40,9 @@ MEASURED = HERE / "results" / "measured.jsonl"
 BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
 """Largest difference of a set's mean, and of one row (decision 0037)."""
 
+ENERGY_SECONDS = 1.0
+"""Timed steps of a row whose energy counts: NVML's counter is updated up to ten times a second."""
+
 QUANTITIES = ("reserved", "allocated", "outside", "needed", "fragmentation", "step", "joules", "host")
 
 
@@ -208,12 +211,13 @@ def _offloads(strategy: Mapping[str, Any]) -> bool:
 
 def _found(measured: Mapping[str, Any]) -> dict[str, float | None]:
     own = process_bytes() * len(measured["host_memory_bytes_by_rank"])
+    timed = sum(measured["step_seconds_all"][measured["warmup_steps"] :])
     return _values(
         reserved=measured["peak_reserved_bytes"],
         allocated=measured["peak_allocated_bytes"],
         outside=measured["outside_allocator_bytes"],
         step=measured["step_seconds"],
-        joules=measured["joules_per_step"],
+        joules=measured["joules_per_step"] if timed >= ENERGY_SECONDS else None,
         host=sum(measured["host_memory_bytes_by_rank"]) - own if _offloads(measured["strategy"]) else None,
     )
 

@@ -52,7 +52,9 @@ def test_a_row_is_compared_value_by_value(predict: ModuleType) -> None:
         "peak_allocated_bytes": said.memory.peak_allocated_bytes,
         "outside_allocator_bytes": said.memory.outside_allocator_bytes,
         "step_seconds": said.time.step_seconds / 2,
-        "joules_per_step": None,
+        "joules_per_step": said.energy.joules_per_step * 2,
+        "warmup_steps": 1,
+        "step_seconds_all": [9.0, 0.4, 0.4],  # timed: too short for a counter of energy
         "host_memory_bytes_by_rank": [own + said.memory.host_bytes // 4] * 2,
     }
     found = predict.compare(row, measured)
@@ -65,6 +67,8 @@ def test_a_row_is_compared_value_by_value(predict: ModuleType) -> None:
     assert differences["fragmentation"] == pytest.approx(-0.5)
     assert differences["step"] == pytest.approx(1.0)
     assert differences["joules"] is None
+    longer = predict.compare(row, {**measured, "step_seconds_all": [9.0, 0.4, 0.6]})
+    assert longer["differences"]["joules"] == pytest.approx(-0.5)
     assert differences["host"] == pytest.approx(1.0, rel=1e-6)
     ended = predict.compare(row, {"error": "out of memory", "oom": True})
     assert set(ended["differences"].values()) == {None}
@@ -175,5 +179,5 @@ def test_a_gpu_waits_for_the_share_of_a_step_without_kernels() -> None:
     row = {"step_seconds": 0.2, "profiled_busy_seconds": 0.15}
     assert idle.share(row) == pytest.approx(0.25)
     assert idle.share({**row, "profiled_busy_seconds": 0.3}) is None
-    assert "in 69 of 82 rows" in idle.summary()
-    assert "Of 9 more" in idle.summary()
+    assert "in 134 of 157 rows" in idle.summary()
+    assert "Of 22 more" in idle.summary()
