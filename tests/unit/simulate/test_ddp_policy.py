@@ -114,3 +114,51 @@ def test_deepspeeds_launcher_does_not_start_it() -> None:
     [note] = descriptor(strategy).script_notes(strategy, "torchrun", own_optimizer=True)
     assert "register_comm_hook" in note
     assert descriptor(strategy).script_notes(strategy_of(), "torchrun", own_optimizer=True) == []
+
+
+@pytest.mark.parametrize(("reduce_dtype", "sent"), [("auto", 2), ("fp32", 0)])
+def test_adapters_have_one_buffer_and_are_sent_at_once(
+    layers: Callable[..., StepTrace], reduce_dtype: Any, sent: int
+) -> None:
+    trace = layers(blocks=2, trainable=False)
+    elements = sum(trace.parameters[index].numel for index in trace.trainable)
+    strategy = strategy_of(reduce_dtype=reduce_dtype)
+    engine = descriptor(strategy).memory(trace, strategy)
+    memory = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
+    engine.build(memory)
+    built = memory.allocator.allocated_bytes
+    single = GpuMemory(CachingAllocator(capacity_bytes=1 << 40))
+    alone = replace(strategy, engine="single", data_parallel=1)
+    descriptor(alone).memory(replace(trace, one_shape=False), alone).build(single)
+    assert built == single.allocator.allocated_bytes + 4 * elements
+    for _ in range(2):
+        engine.gradient(memory, trace.trainable[0], memory.take(GRADIENTS, 4 * EMBEDDING))
+    memory.allocator.peak_allocated_bytes = built
+    engine.step(memory)
+    assert memory.allocator.allocated_bytes == built
+    norms = 512 * len(trace.trainable)
+    assert memory.allocator.peak_allocated_bytes == built + max(norms, sent * elements)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_passes_of_adapters_are_those_of_a_single_process(
+    layers: Callable[..., StepTrace], alike: bool
+) -> None:
+    trace = replace(layers(blocks=8, width=256, tokens=256, trainable=False), one_shape=alike)
+    strategy = strategy_of(accumulation=2)
+    alone = replace(strategy, engine="single", data_parallel=1)
+    both = [descriptor(one).schedule(trace, one, NODES) for one in (strategy, alone)]
+    ours, single = (
+        [schedule._micro_batch(first=False, last=last) for last in (False, True)] for schedule in both
+    )
+    assert ours == single
+    update = both[0]._recorded(both[0].update)
+    elements = sum(trace.parameters[index].numel for index in trace.trainable)
+    expected = collectives.all_reduce(2 * elements, ALL) + collectives.all_reduce(8, ALL)
+    assert [item[1] for item in update if item[0] == COMMUNICATE] == [expected]
+
+
+def test_powersgd_keeps_buckets_for_adapters(layers: Callable[..., StepTrace]) -> None:
+    trace, strategy = layers(blocks=2, trainable=False), strategy_of(powersgd=4)
+    assert isinstance(descriptor(strategy).memory(trace, strategy), DdpMemory)
+    assert isinstance(descriptor(strategy).schedule(trace, strategy, NODES), DdpSchedule)

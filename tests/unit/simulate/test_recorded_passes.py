@@ -92,7 +92,7 @@ def test_gradients_stay_and_both_passes_share_a_workspace(adapters: StepTrace) -
 
 @pytest.mark.parametrize(
     ("changes", "engine"),
-    [({"precision": "fp32"}, "single"), ({"one_shape": False}, "single"), ({}, "ddp")],
+    [({"precision": "fp32"}, "single"), ({"one_shape": False}, "single")],
 )
 def test_others_keep_one_pool_for_all(adapters: StepTrace, changes: dict[str, object], engine: str) -> None:
     trace, strategy = replace(adapters, **changes), replace(SINGLE, engine=engine)

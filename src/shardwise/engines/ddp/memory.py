@@ -5,8 +5,30 @@ from dataclasses import replace
 from shardwise.engines.single.memory import SingleMemory
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.step_trace import FP32, StepTrace
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
+
+
+def sums_once(trace: StepTrace, strategy: Strategy) -> bool:
+    """Whether gradients are summed after a step's passes: those of adapters, which are small."""
+    return len(trace.trainable) < len(trace.parameters) and not strategy.powersgd
+
+
+class AdapterMemory(SingleMemory):
+    """A single process's states, and one fp32 buffer for all gradients."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        super().__init__(trace, strategy)
+        self._stay, self._sent_bytes = True, ITEM_BYTES[strategy.reduced_in(strategy.precision)]
+
+    def _that_stay(self, numels: list[int]) -> list[int]:
+        self._numel = sum(numels)
+        return [self._numel]
+
+    def step(self, memory: GpuMemory) -> None:
+        if self._sent_bytes < FP32:
+            memory.scratch(GRADIENTS, self._sent_bytes * self._numel)
+        super().step(memory)
 
 
 class DdpMemory(SingleMemory):

@@ -2,6 +2,9 @@
 
 Every rank steps all fp32 weights. Gradients are averaged in buckets, in the computation's format, in
 `reduce_dtype`, or as PowerSGD's factors (Vogels et al. 2019, https://arxiv.org/abs/1905.13727).
+
+Those of adapters are small, and need no buckets: a rank's passes are those of a single process, recorded
+where these are (decision 0083), and one all-reduce follows a step's last micro-batch.
 """
 
 import warnings
@@ -30,9 +33,12 @@ class DdpEngine(SingleEngine):
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
     ) -> tuple[dict[str, torch.Tensor], Collection[str]]:
+        strategy, self.copies = self._strategy, self.world.size
+        self._once = self._adapters() and not strategy.powersgd
+        if self._once:
+            return super()._prepare(blocks, fill)
         for part in (*blocks, self.module):
             fill(part, self.world.device)
-        strategy, self.copies = self._strategy, self.world.size
         self._weights = trainable(self.module)
         self._masters = {
             name: weight if weight.dtype == torch.float32 else weight.detach().float()
@@ -58,14 +64,42 @@ class DdpEngine(SingleEngine):
             self._ddp.register_comm_hook(DTYPES[strategy.reduce_dtype], _average_in)
         return self._masters, ()
 
+    def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:
+        """Parts of one buffer."""
+        masters = [*self._masters.values()]
+        numel = sum(master.numel() for master in masters)
+        self._buffer = torch.zeros(numel, dtype=torch.float32, device=self.world.device)
+        parts = self._buffer.split([master.numel() for master in masters])
+        return [part.view_as(master) for part, master in zip(parts, masters, strict=True)]
+
+    def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
+        if self._once and self._recorded is None:
+            self._buffer.zero_()
+            for master, gradient in zip(self._masters.values(), self._gradients, strict=True):
+                master.grad = gradient
+        return super()._step_passes(micro_batches, target_tokens=target_tokens)
+
     def _begin(self, *, last: bool) -> None:
-        self._ddp.require_backward_grad_sync = last  # as `no_sync` does
+        if not self._once:
+            self._ddp.require_backward_grad_sync = last  # as `no_sync` does
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
-        loss: torch.Tensor = self._ddp(micro_batch)
+        loss: torch.Tensor = self.module(micro_batch) if self._once else self._ddp(micro_batch)
         return loss
 
+    def _sum_buffer(self) -> None:
+        dtype = DTYPES[self._strategy.reduced_in(self._strategy.precision)]
+        if dtype == torch.float32:
+            dist.all_reduce(self._buffer)
+            return
+        sent = self._buffer.to(dtype).div_(self.world.size)  # as DDP, so that a sum in fp16 does not overflow
+        dist.all_reduce(sent)
+        self._buffer.copy_(sent).mul_(self.world.size)
+
     def _collect_gradients(self) -> None:
+        if self._once:
+            self._sum_buffer()
+            return
         for name, weight in self._weights.items():
             master, average = self._masters[name], weight.grad
             assert average is not None

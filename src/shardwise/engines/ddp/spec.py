@@ -1,16 +1,23 @@
 """PyTorch's DistributedDataParallel: every rank has everything, and gradients may be sent compressed."""
 
-from shardwise.engines.ddp.memory import DdpMemory
-from shardwise.engines.ddp.time import DdpSchedule
+from shardwise.engines.ddp.memory import AdapterMemory, DdpMemory, sums_once
+from shardwise.engines.ddp.time import AdapterSchedule, DdpSchedule
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.facts import Rule, no_offload
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.errors import JobError
+from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.memory.engine import EngineMemory
+from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.schedule import Schedule
 from shardwise.strategy import Strategy
 
 
 class Ddp(EngineSpec):
-    """Replicas. `auto` does not consider it: it was not measured, and zero1 holds less and sends as much."""
+    """Replicas; `memories` and `schedules` are those of all weights.
+
+    `auto` does not consider it: zero1 holds less and sends as much, and adapters were not measured yet.
+    """
 
     name = "ddp"
     memories, schedules = (DdpMemory,), (DdpSchedule,)
@@ -37,6 +44,14 @@ class Ddp(EngineSpec):
             versions=TORCH,
         ),
     )
+
+    def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
+        once = sums_once(trace, strategy)
+        return AdapterMemory(trace, strategy) if once else super().memory(trace, strategy)
+
+    def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
+        make = AdapterSchedule if sums_once(trace, strategy) else DdpSchedule
+        return make(trace, strategy, hardware)
 
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         if target == "deepspeed":

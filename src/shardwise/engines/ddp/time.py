@@ -2,6 +2,7 @@
 
 from math import prod
 
+from shardwise.engines.single.time import SingleSchedule
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
@@ -22,6 +23,26 @@ def sent_by_powersgd(shape: tuple[int, ...], rank: int) -> int:
     rank = min(rows, columns, rank)
     factors = (rows + columns) * rank
     return factors if len(shape) > 1 and 2 * factors < numel else numel
+
+
+class AdapterSchedule(SingleSchedule):
+    """A single process's passes, recorded where those are; then one all-reduce of all gradients."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.stay = True
+
+    def update(self) -> None:
+        elements = self.trainable + sum(self.apart)
+        sent = ITEM_BYTES[self.strategy.reduced_in(self.strategy.precision)]
+        if sent < FP32:
+            self.streams.move((2 * converted(FP32, sent) + copied(sent)) * elements, "foreach_copy")
+            self.streams.move(copied(FP32) * elements, "foreach_copy")
+        seconds = communication.all_reduce(sent * elements, self.group)
+        seconds += communication.all_reduce(2 * FP32, self.group)  # the norm and the loss
+        moved = copied(sent) * elements
+        self.streams.compute_waits(self.streams.communicate(seconds, moved, after_compute=True))
+        super().update()
 
 
 class DdpSchedule(Schedule):

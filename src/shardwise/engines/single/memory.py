@@ -52,11 +52,14 @@ class SingleMemory(SummedGradients):
         if self._mixed:
             for numel in numels:
                 memory.take(OPTIMIZER, FP32 * numel)
-        if self._stay:
-            for numel in numels:
-                memory.take(GRADIENTS, FP32 * numel)
+        for numel in self._that_stay(numels):
+            memory.take(GRADIENTS, FP32 * numel)
         for numel in numels:
             memory.take_adamw_state(numel, self._optimizer)
+
+    def _that_stay(self, numels: list[int]) -> list[int]:
+        """Elements of the gradients that are allocated once."""
+        return numels if self._stay else []
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         if self._own_pool and not memory.allocator.passes:

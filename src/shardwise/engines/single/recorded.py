@@ -39,15 +39,18 @@ class RecordedPasses:
     """Runs micro-batches, and leaves the gradients of `masters`."""
 
     def __init__(
-        self, loss: Loss, masters: Sequence[torch.Tensor], device: torch.device, *, gradients_stay: bool
+        self,
+        loss: Loss,
+        masters: Sequence[torch.Tensor],
+        device: torch.device,
+        gradients: Sequence[torch.Tensor] = (),
     ) -> None:
         """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`.
 
-        `gradients_stay`: they are allocated here, and all micro-batches of a step add to them. If not, a step
-        has one micro-batch, whose passes allocate them where its activations were.
+        `gradients`: these stay, and all micro-batches of a step add to them. Without any, a step has one
+        micro-batch, whose passes allocate them where its activations were.
         """
-        self._loss, self._masters = loss, masters
-        self._gradients = [torch.zeros_like(master) for master in masters] if gradients_stay else []
+        self._loss, self._masters, self._gradients = loss, masters, [*gradients]
         self._factor = torch.ones((), device=device)
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
         self._graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded

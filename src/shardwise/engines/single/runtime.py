@@ -26,14 +26,20 @@ class SingleEngine(TorchEngine):
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         masters, device = [*self._masters.values()], self.world.device
-        if device.type == "cuda" and self._strategy.precision != "fp32" and self._one_shape():
-            adapters = any(not weight.requires_grad for weight in self.module.parameters())
-            stay = gradients_stay(self._strategy, adapters=adapters)
-            self._recorded = RecordedPasses(self._loss, masters, device, gradients_stay=stay)
+        one_shape = bool(getattr(self.module, "one_shape", False))
+        recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
+        self._gradients = self._that_stay(recorded=recorded)
+        if recorded:
+            self._recorded = RecordedPasses(self._loss, masters, device, self._gradients)
         return self._masters, ()
 
-    def _one_shape(self) -> bool:
-        return bool(getattr(self.module, "one_shape", False))
+    def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:
+        """Gradients of the masters that are allocated once."""
+        stay = recorded and gradients_stay(self._strategy, adapters=self._adapters())
+        return [torch.zeros_like(master) for master in self._masters.values()] if stay else []
+
+    def _adapters(self) -> bool:
+        return any(not weight.requires_grad for weight in self.module.parameters())
 
     def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         if self._recorded is None:
