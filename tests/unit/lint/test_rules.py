@@ -616,7 +616,7 @@ CASES = (
         "quantised-under-zero",
         TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
         LOAD.format("dtype='auto'"),
-        also=(JSON,),
+        also=(DS_3,),
     ),
     Case(
         "quantised-under-fsdp2",

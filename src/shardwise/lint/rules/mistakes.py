@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
 from shardwise.lint.rules.loop import SHARDED, around, has_no_spare_rows, made_by
-from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
+from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of, within
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_run import own_parts
@@ -22,6 +22,7 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
+_OF_LIBRARY = re.compile(rf"(from|import) ({'|'.join(names('libraries'))})\b")
 _AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
@@ -38,6 +39,19 @@ def _quantized(document: Document) -> str:
     return next((one for one in _BITS if document.on(one) or document.get(one) in (4, 8)), "")
 
 
+def _passed_on(document: Document, trainers: Sequence[ast.Call]) -> bool:
+    """Whether a function that is not of a known library makes or gets the model: it may add adapters."""
+    program, made = tree_of(document), made_by(document)
+    given = [one.value for call in trainers for one in call.keywords if one.arg == "model"]
+    models = {*map(ast.unparse, [*given, *(one for call in trainers for one in call.args[:1])])}
+    takers = [call for call in within(program) if models & {*map(ast.unparse, (call, *call.args))}]
+    called = [*(made.get(one, "") for one in models), *(ast.unparse(call.func) for call in takers)]
+    brought = (one for one in ast.walk(program) if isinstance(one, ast.Import | ast.ImportFrom))
+    others = [one for one in brought if not _OF_LIBRARY.match(ast.unparse(one))]
+    theirs = {alias.name.partition(".")[0] for one in others for alias in one.names}
+    return any(one.partition(".")[0] in theirs for one in called)
+
+
 @training_rule("error", "transformers/trainer_utils.py: validate_quantization_for_training; read in 5.23")
 def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]:
     """Weights of 4 or 8 bits cannot be trained: the Trainer stops, `on purely quantized models`."""
@@ -46,8 +60,11 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
         return
     full = document.get("finetuning_type") in ("full", "freeze") or document.get("use_peft") is False
     if document.syntax == "python":
-        trains = any(ast.unparse(one.func) in document.uses for one in calls(document, *names("trainers")))
-        full = trains and not any(_ADAPTERS.search(one.text) for one in setup.of("training"))
+        trainers = [
+            one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses
+        ]
+        given = any(_ADAPTERS.search(one.text) for one in setup.of("training"))
+        full = bool(trainers) and not given and not _passed_on(document, trainers)
     elif tool == "Axolotl":
         full = not document.get("adapter")
     if full:
