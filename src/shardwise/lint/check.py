@@ -157,18 +157,17 @@ def _by_file(findings: Sequence[Finding]) -> Iterator[Finding]:
     """One finding for all names of a file that newer versions lack: a line of `fix` for each place."""
     groups = dict[object, list[Finding]]()
     for one in findings:
-        rule = one.rule if one.severity == "error" else ""  # an earlier version is asked for: one cause
+        rule = one.rule * (one.severity == "error")  # else an earlier version is asked for: one cause
         alike = (one.file, rule, one.severity) if one.rule in _OF_VERSIONS else id(one)
         groups.setdefault(alike, []).append(one)
     for group in groups.values():
         said = dict[str, list[str]]()  # of each class or version, the names that it does not have
-        for who, lacks, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in group):
-            if lacks:
-                said[who] = [*said.get(who, []), names_.removeprefix("argument ") if who in said else names_]
+        lacking = [one for one in group if " has no " in one.what]
+        for who, _, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in lacking):
+            said[who] = [*said.get(who, []), names_.removeprefix("argument ") if who in said else names_]
         heads = [f"{who} has no {', '.join(dict.fromkeys(names_))}" for who, names_ in said.items()]
         places = (f"line {one.line}{f' of cell {one.cell}' * bool(one.cell)}: {one.fix}" for one in group)
-        lacking = next((one.what for one in group if " has no " in one.what), group[0].what)
-        what = "; ".join(heads) + "".join(lacking.partition(", which")[1:]) if heads else lacking
+        what = "; ".join(heads) + "".join((lacking or group)[0].what.partition(", which")[bool(lacking) :])
         keys = tuple(key for one in group for key in (one.keys or (one.key,)))
         joined = replace(group[0], what=what, fix="\n       ".join(places), keys=keys)
         yield joined if len(group) > 1 else group[0]

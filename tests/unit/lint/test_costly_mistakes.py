@@ -91,7 +91,7 @@ EARLY = FSDP2 + "model = Net()\nopt = torch.optim.AdamW(model.parameters(), lr=1
     ],
 )  # fmt: skip
 def test_an_optimizer_before_its_model_is_sharded(script: str, hits: int) -> None:
-    assert len(found("optimizer-before-sharding", script)) == hits
+    assert len(found("optimizer-made-early", script)) == hits
 
 
 NODES = "torchrun --nnodes 2 --nproc_per_node 8 train.py\n"

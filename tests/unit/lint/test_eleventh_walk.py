@@ -145,3 +145,157 @@ def test_an_argument_that_is_taken_out_later(tmp_path: Path) -> None:
 
 def test_settings_of_a_tool_that_is_not_read_are_no_error(tmp_path: Path) -> None:
     assert not rules(tmp_path, tune_yaml="model:\n  _component_: torchtune.models.qwen2.qwen2_7b\n")
+
+
+COLLATED = """from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+tok = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B")
+def collate(rows):
+    return tok([{read} for row in rows], padding=True, return_tensors="pt")
+class Weighted(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weight = {weight}
+        return (model(**inputs).loss * weight).mean()
+model = AutoModelForCausalLM.from_pretrained({name})
+args = TrainingArguments(output_dir="out"{more})
+Weighted(model=model, args=args, train_dataset=rows(), data_collator={by}).train()
+"""
+PLAIN = {
+    "read": "row['input_ids']",
+    "weight": "1",
+    "name": "'Qwen/Qwen2.5-0.5B'",
+    "more": "",
+    "by": "collate",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "lost"),
+    [
+        ({}, False),
+        ({"read": "row['prompt'] + row['answer']"}, True),
+        ({"read": "row['label']"}, False),
+        ({"read": "row.get('prompt', '')"}, False),
+        ({"read": "row['prompt'] if 'prompt' in row else ''"}, False),
+        ({"read": "row['prompt']", "more": ", remove_unused_columns=False"}, False),
+        ({"read": "row['prompt']", "name": "path()"}, False),
+        ({"weight": "inputs.pop('weight')", "by": "None"}, True),
+        ({"weight": "inputs['weight']"}, False),  # the script's own collator may make it
+        ({"weight": "inputs.pop('weight', 1)", "by": "None"}, False),
+        ({"weight": "inputs['labels'].numel()", "by": "None"}, False),
+        ({"by": "DataCollatorWithPadding(tok)"}, False),
+    ],
+)
+def test_columns_that_the_trainer_drops(tmp_path: Path, changes: dict[str, str], lost: bool) -> None:
+    given = rules(tmp_path, train_py=COLLATED.format(**PLAIN | changes))
+    assert (("columns-are-dropped", "error") in given) is lost
+
+
+LOOP = """import torch
+import torch.nn.functional as F
+from transformers import {model}
+model = {model}.from_pretrained("gpt2")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+for batch in loader:
+    {forward}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LOGITS = """ids, labels = batch["input_ids"], batch["labels"]
+    logits = model(ids).logits
+    {shift}
+    loss = F.cross_entropy(logits.view(-1, 50257), labels.view(-1))"""
+TWICE = """ids, labels = batch["input_ids"][:, :-1], batch["input_ids"][:, 1:]
+    loss = model(input_ids=ids, labels=labels).loss"""
+
+
+@pytest.mark.parametrize(
+    ("model", "forward", "expected"),
+    [
+        ("AutoModelForCausalLM", LOGITS.format(shift="pass"), ["warning"]),
+        ("AutoModelForCausalLM", LOGITS.format(shift="logits, labels = logits[:, :-1], labels[:, 1:]"), []),
+        ("AutoModelForMaskedLM", LOGITS.format(shift="pass"), []),
+        ("AutoModelForCausalLM", TWICE, ["error"]),
+        ("AutoModelForCausalLM", "loss = model(**batch, labels=batch['input_ids']).loss", []),
+        ("AutoModelForSeq2SeqLM", TWICE, []),
+    ],
+)
+def test_labels_are_shifted_once(tmp_path: Path, model: str, forward: str, expected: list[str]) -> None:
+    found_ = rules(tmp_path, train_py=LOOP.format(model=model, forward=forward))
+    assert [severity for rule, severity in found_ if rule == "shift-of-labels"] == expected
+
+
+ADAPTED = """import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+{before}
+model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
+{after}
+for batch in loader:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+MADE = "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"), [(MADE, "", True), ("", MADE, False), (MADE, MADE, False)]
+)
+def test_an_optimizer_before_the_adapters(tmp_path: Path, before: str, after: str, expected: bool) -> None:
+    given = rules(tmp_path, train_py=ADAPTED.format(before=before, after=after))
+    assert (("optimizer-made-early", "error") in given) is expected
+
+
+WRAPPED = """import os
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+{wrap}
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for batch in loader:
+        loss = {call}(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raw.generate(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "call", "expected"),
+    [
+        ("ddp = DDP(raw, device_ids=[rank])", "raw", True),
+        ("ddp = DDP(raw, device_ids=[rank])", "ddp", False),
+        ("model = DDP(raw) if several else raw", "model", False),
+        ("raw = DDP(raw)", "raw", False),
+        ("ddp = DDP(raw)\ntrain(ddp)", "raw", False),
+    ],
+)
+def test_a_forward_past_ddp(tmp_path: Path, wrap: str, call: str, expected: bool) -> None:
+    given = rules(tmp_path, train_py=WRAPPED.format(wrap=wrap, call=call))
+    assert (("goes-past-ddp", "error") in given) is expected
+
+
+TEXTS = """from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+tok = AutoTokenizer.from_pretrained("Qwen/Qwen2.5-7B-Instruct")
+def made(row):
+    text = tok.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt={begins})
+    return {{"text": text{more}}}
+rows = load_dataset("a/b", split="train").map(made)
+SFTTrainer(model="Qwen/Qwen2.5-7B-Instruct", args=SFTConfig(output_dir="out"), train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("begins", "more", "expected"),
+    [("True", "", True), ("False", "", False), ("True", " + row['answer']", False)],
+)
+def test_a_text_that_ends_with_the_beginning_of_an_answer(
+    tmp_path: Path, begins: str, more: str, expected: bool
+) -> None:
+    given = rules(tmp_path, train_py=TEXTS.format(begins=begins, more=more))
+    assert (("another-answer-begins", "warning") in given) is expected

@@ -65,6 +65,20 @@ TRAINER = "from transformers import Trainer, TrainingArguments\n"
 KEYS = (
     "model_name_or_path: a/b\noutput_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nlora_r: 8\n"
 )
+SHIFTED = """import torch
+m = AutoModelForCausalLM.from_pretrained('gpt2')
+m(input_ids=input_ids[:{}], labels=ids[:{}])
+"""
+DROPPED = (
+    TRAINER
+    + """from transformers import AutoModel
+def collate(rows):
+    return [row['text'] for row in rows]
+model = AutoModel.from_pretrained("gpt2")
+args = TrainingArguments(output_dir="o"{})
+Trainer(model=model, args=args, data_collator=collate).train()
+"""
+)
 ZEUS = "import zeus\nfrom zeus.x import *\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
@@ -747,6 +761,12 @@ CASES = (
         PADDED.format("t.pad_token = t.eos_token", "x"),
     ),
     Case("rows-are-not-padded", STACKED.format(""), STACKED.format(", data_collator=collator")),
+    Case("columns-are-dropped", DROPPED.format(""), DROPPED.format(", remove_unused_columns=False")),
+    Case(
+        "shift-of-labels",
+        SHIFTED.format(", :-1", ", 1:"),
+        SHIFTED.format("", ""),
+    ),
     Case(
         "quantised-without-adapter",
         FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",
@@ -981,9 +1001,14 @@ CASES = (
         UNPREPARED.format("optimizer, net"),
     ),
     Case(
-        "optimizer-before-sharding",
+        "optimizer-made-early",
         "from x import *\noptimizer = AdamW(m.parameters())\nfully_shard(m)\n",
         "from x import *\nfully_shard(m)\noptimizer = AdamW(m.parameters())\n",
+    ),
+    Case(
+        "goes-past-ddp",
+        "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    m(row).backward()\n",
+        "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    ddp(row).backward()\n",
     ),
     Case(
         "zeus-monitor-of-all-gpus",

@@ -84,16 +84,11 @@ def given_twice(document: Document, happens: str, *, stops: bool = False) -> Ite
         what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
         rest = "".join(document.text.splitlines(keepends=True)[before - 1 :])
         empty = document.syntax == "yaml" and not stops and _EMPTY.match(rest)
-        rows = [_row(document, line) for line in (before, document.line(key))]
-        same = rows[0] == rows[1] and before != document.line(key) and not stops
-        same = same and not isinstance(document.get(*key), Mapping | list)
+        lines = [*{before, document.line(key)}]
+        rows = {re.sub(r"\s#.*|,\s*$", "", document.text.split("\n")[at - 1]).strip() for at in lines}
+        same = len(lines) > len(rows) and not stops and not isinstance(document.get(*key), Mapping | list)
         severity: Severity | None = "note" if empty else "warning" if same else None
         yield Hit(key, what, "keep one of the two", severity=severity)
-
-
-def _row(document: Document, line: int) -> str:
-    """A line of a file without its comment."""
-    return re.sub(r"\s#.*|,\s*$", "", document.text.split("\n")[line - 1]).strip()
 
 
 @accelerate_rule("error", "accelerate/commands/config/config_args.py: yaml.safe_load")

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
 from shardwise.lint.rules.loop import SHARDED, around, has_no_spare_rows, made_by
-from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of, within
+from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_run import own_parts
@@ -22,7 +22,6 @@ from shardwise.lint.setup import Setup
 _BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 _ADAPTERS = re.compile(r"(?i)peft|lora|adapter")
 _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none has a chat template
-_OF_LIBRARY = re.compile(rf"(from|import) ({'|'.join(names('libraries'))})\b")
 _AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
@@ -31,6 +30,7 @@ _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
 _SWAPPED = pattern("swapped")
 _TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
 _ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
+_GENERATES, _OF_OTHERS, _PASSES = *map(pattern, ("generates", "imports_of_others")), pattern("passes").pattern
 _NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
 
@@ -39,17 +39,12 @@ def _quantized(document: Document) -> str:
     return next((one for one in _BITS if document.on(one) or document.get(one) in (4, 8)), "")
 
 
-def _passed_on(document: Document, trainers: Sequence[ast.Call]) -> bool:
+def _passed_on(document: Document) -> bool:
     """Whether a function that is not of a known library makes or gets the model: it may add adapters."""
-    program, made = tree_of(document), made_by(document)
-    given = [one.value for call in trainers for one in call.keywords if one.arg == "model"]
-    models = {*map(ast.unparse, [*given, *(one for call in trainers for one in call.args[:1])])}
-    takers = [call for call in within(program) if models & {*map(ast.unparse, (call, *call.args))}]
-    called = [*(made.get(one, "") for one in models), *(ast.unparse(call.func) for call in takers)]
-    brought = (one for one in ast.walk(program) if isinstance(one, ast.Import | ast.ImportFrom))
-    others = [one for one in brought if not _OF_LIBRARY.match(ast.unparse(one))]
-    theirs = {alias.name.partition(".")[0] for one in others for alias in one.names}
-    return any(one.partition(".")[0] in theirs for one in called)
+    text = ast.unparse(tree_of(document))
+    brought = re.sub(r" as \w+", "", "|".join(_OF_OTHERS.findall(text)))
+    theirs = brought.replace(", ", "|").replace("*", r"\w+")
+    return bool(theirs and re.search(_PASSES.replace("NAMES", theirs), text))
 
 
 @training_rule("error", "transformers/trainer_utils.py: validate_quantization_for_training; read in 5.23")
@@ -60,11 +55,9 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
         return
     full = document.get("finetuning_type") in ("full", "freeze") or document.get("use_peft") is False
     if document.syntax == "python":
-        trainers = [
-            one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses
-        ]
-        given = any(_ADAPTERS.search(one.text) for one in setup.of("training"))
-        full = bool(trainers) and not given and not _passed_on(document, trainers)
+        trains = any(ast.unparse(one.func) in document.uses for one in calls(document, *names("trainers")))
+        given = any(_ADAPTERS.search(one.text) for one in setup.of("training")) or _passed_on(document)
+        full = trains and not given
     elif tool == "Axolotl":
         full = not document.get("adapter")
     if full:
@@ -345,9 +338,14 @@ def another_answer_begins(document: Document, _: Setup) -> Iterator[Hit]:
     """A row that ends with its answer gets the beginning of one more, which the model learns to write."""
     rows = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
     ended = {ast.unparse(one.targets[0]) for one in rows if _ANSWERED.search(ast.unparse(one.value))}
+    plain = "SFTTrainer" in document.uses and not _GENERATES.search(document.text)
     for call in calls(document, "apply_chat_template") if "rain(" in document.text else ():
         given = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        if call.args and ast.unparse(call.args[0]) in ended and given.get("add_generation_prompt") == "True":
+        said = [ast.unparse(call), *(ast.unparse(one.targets[0]) for one in rows if one.value is call)]
+        texts = "|".join(map(re.escape, said)) if plain else "^"
+        row = re.search(rf"'text': ({texts})[,}}]", ast.unparse(tree_of(document)))
+        ends = row or (call.args and ast.unparse(call.args[0]) in ended)
+        if ends and given.get("add_generation_prompt") == "True":
             yield Hit(("add_generation_prompt",), fix="add_generation_prompt=False", line=call.lineno)
 
 
