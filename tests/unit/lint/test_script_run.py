@@ -158,7 +158,7 @@ for batch in rows:
 
 
 def test_an_optimizer_of_the_branch_without_an_engine_is_its_own() -> None:
-    rule = "optimizer-outside-engine"
+    rule = "engine-steps-itself"
     text = ENGINE.format(config="args.ds is not None", step="optimizer.step()")
     assert rule not in {name for name, _ in found(text)}
     bypassed = text.replace("engine.step()", "optimizer.step()")

@@ -66,8 +66,8 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 
 
 @training_rule("error", "peft: LoraConfig alone changes no model")
-def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Nothing gets the LoraConfig: all weights are trained."""
+def adapters_given_wrongly(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Nothing gets the LoraConfig and all weights are trained, or the model gets adapters twice."""
     by = made_by(document)
     for call in calls(document, *names("trl_trainers")):
         given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
@@ -179,7 +179,7 @@ def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_...")
-def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
+def schedule_and_its_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule has no such part, or takes the number as something else."""
     decided = any(one.section("scheduler") for one in setup.of("deepspeed"))  # by DeepSpeed, with a warm-up
     for given, line in given_to_trainers(document, setup, every=True):
@@ -294,7 +294,7 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")
-def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
+def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
     clips = [*calls(document, "clip_grad_norm_", "clip_grad_value_")]

@@ -44,8 +44,7 @@ def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
     bodies = [one for one in reader.body if getattr(one, "name", "") == method] if of_class else [reader]
     for one in (one for one in bodies if isinstance(one, ast.FunctionDef | ast.Lambda)):
         rows, text = "".join(arg.arg for arg in one.args.args[of_class + batch :][:1]), ast.unparse(one)
-        loops = [part for part in ast.walk(one) if isinstance(part, ast.For | ast.comprehension)]
-        each = {ast.unparse(part.target) for part in loops if ast.unparse(part.iter) == rows}
+        each = {*re.findall(rf"\bfor (\w+) in {rows}(?=[:\]\)}}]| if |$)", text)}
         for node in ast.walk(one):
             match node:
                 case (
@@ -60,14 +59,13 @@ def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss shifts the labels itself")
 def shift_of_labels(document: Document, _: Setup) -> Iterator[Hit]:
     """A causal model's logits at a token are for the next one: the labels are shifted once, by its loss."""
-    program, known = tree_of(document), values_of(document)
-    causal = _CAUSAL.search(text := ast.unparse(program))
-    parts = [one for one in ast.walk(program) if isinstance(one, ast.Slice) and ast.unparse(one) == "1:"]
+    causal = _CAUSAL.search(text := ast.unparse(tree_of(document)))
+    parts = [p for p in ast.walk(tree_of(document)) if isinstance(p, ast.Slice) and ast.unparse(p) == "1:"]
     if causal and parts and _TWICE.search(text):
         what = "the model's loss shifts the labels once more: each token learns the one after the next"
         yield Hit((), what, "input_ids and labels of the same tokens", line=parts[0].lineno)
     for call in calls(document, "cross_entropy") if causal and not _SHIFTS.search(text) else ():
-        given = [ast.unparse(one) + ast.unparse(known.meant(one)) for one in call.args[:2]]
+        given = [ast.unparse(one) + ast.unparse(values_of(document).meant(one)) for one in call.args[:2]]
         if len(given) == 2 and "logits" in given[0] and re.search("label|input_ids", given[1]):
             what = "nothing shifts logits and labels: the model learns to repeat its input"
             yield Hit((), what, "logits[:, :-1] and labels[:, 1:]", severity="warning", line=call.lineno)
