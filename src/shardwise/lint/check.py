@@ -18,7 +18,7 @@ from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
 from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, imported, read, referred, text_of
-from shardwise.lint.rules import RULES
+from shardwise.lint.rules import RULES, versions
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
@@ -33,6 +33,7 @@ from shardwise.space.rules import EVERY_RULE
 _READS_YAML = re.compile(rf"{LOADS_YAML.pattern}|yaml\.\w+_load\(|OmegaConf\.load\(|hydra\.main")
 _YAML = re.compile(r"^[^#\n]*?(?<![\w$}/.-])([\w./-]+\.ya?ml)\b", re.MULTILINE)
 _TRAINS = re.compile(r"\.backward\(|Trainer\b|\.fit\(")
+_OF_VERSIONS = {one.name for one in RULES if one.find.__module__ == versions.__name__}
 _DONE = "do what it says, and delete this comment"
 _WHERE = re.compile(r":(?P<line>\d+)(?:: (?P<key>[\w.]+))?")
 KINDS = {"deepspeed": "DeepSpeed configuration", "accelerate": "accelerate configuration"}
@@ -156,15 +157,17 @@ def _by_file(findings: Sequence[Finding]) -> Iterator[Finding]:
     """One finding for all names of a file that newer versions lack: a line of `fix` for each place."""
     groups = dict[object, list[Finding]]()
     for one in findings:
-        alike = (one.file, one.rule, one.severity) if one.rule.endswith("-was-removed") else id(one)
+        rule = one.rule * (one.severity == "error")  # else an earlier version is asked for: one cause
+        alike = (one.file, rule, one.severity) if one.rule in _OF_VERSIONS else id(one)
         groups.setdefault(alike, []).append(one)
     for group in groups.values():
         said = dict[str, list[str]]()  # of each class or version, the names that it does not have
-        for who, _, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in group):
+        lacking = [one for one in group if " has no " in one.what]
+        for who, _, names_ in (one.what.partition(", which")[0].partition(" has no ") for one in lacking):
             said[who] = [*said.get(who, []), names_.removeprefix("argument ") if who in said else names_]
         heads = [f"{who} has no {', '.join(dict.fromkeys(names_))}" for who, names_ in said.items()]
         places = (f"line {one.line}{f' of cell {one.cell}' * bool(one.cell)}: {one.fix}" for one in group)
-        what = "; ".join(heads) + "".join(group[0].what.partition(", which")[1:])
+        what = "; ".join(heads) + "".join((lacking or group)[0].what.partition(", which")[bool(lacking) :])
         keys = tuple(key for one in group for key in (one.keys or (one.key,)))
         joined = replace(group[0], what=what, fix="\n       ".join(places), keys=keys)
         yield joined if len(group) > 1 else group[0]

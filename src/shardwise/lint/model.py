@@ -80,12 +80,13 @@ class Blocks:
     blocks: tuple[str, ...]  # of `_no_split_modules`, which FSDP wraps by default; empty if there are none
     classes: frozenset[str]  # all classes of the model's files
     parts: frozenset[str]  # attributes that these classes set, modules among them
+    inputs: frozenset[str] = frozenset()  # arguments of `forward`
 
 
 @cache
 def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
     """The blocks of a model with these `model_type`s, found without an import; None if one is unknown."""
-    blocks, classes, parts = dict[str, None](), set[str](), set[str]()
+    blocks, classes, parts, inputs = dict[str, None](), set[str](), set[str](), set[str]()
     for model_type in model_types:
         file = _file(model_type.replace("-", "_"))
         if file is None:
@@ -94,13 +95,15 @@ def blocks_of(model_types: tuple[str, ...]) -> Blocks | None:
             if isinstance(node, ast.ClassDef):
                 classes.add(node.name)
                 blocks |= dict.fromkeys(_unsplit(node))
+            elif isinstance(node, ast.FunctionDef) and node.name == "forward":
+                inputs |= {one.arg for one in (*node.args.args, *node.args.kwonlyargs)}
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 parts.add(node.attr)
             elif isinstance(node, ast.ImportFrom) and node.col_offset == 0:
                 classes |= {alias.name for alias in node.names}
                 if other := re.fullmatch(r"(\w+)\.modeling_\1", node.module or ""):
                     parts |= getattr(blocks_of((other[1],)), "parts", frozenset())
-    return Blocks(tuple(blocks), frozenset(classes), frozenset(parts)) if model_types else None
+    return Blocks(tuple(blocks), *map(frozenset, (classes, parts, inputs))) if model_types else None
 
 
 def blocks_for(model: ModelFacts) -> tuple[Blocks | None, str | None]:
@@ -116,6 +119,7 @@ def blocks_for(model: ModelFacts) -> tuple[Blocks | None, str | None]:
         blocks=tuple(dict.fromkeys(name for one in found for name in one.blocks)),
         classes=frozenset().union(*(one.classes for one in found)),
         parts=frozenset(_ELSEWHERE.get(types[0], ())).union(*(one.parts for one in found)),
+        inputs=frozenset().union(*(one.inputs for one in found)),
     )
     return made, types[0]
 

@@ -11,7 +11,7 @@ from shardwise.job import json_schema
 from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, Kind, UnreadableError, line_at, place_in_cells
-from shardwise.lint.schema import closest, deepspeed_schema, names, pattern
+from shardwise.lint.schema import closest, deepspeed_schema, names, pattern, table
 from shardwise.lint.script_text import is_python, parses, read_python
 from shardwise.lint.shell_text import STARTS, is_command, read_shell
 from shardwise.lint.text import read_json, read_yaml
@@ -174,7 +174,10 @@ def _kind(document: Document, other: Kind | None) -> Kind | None:
         return "deepspeed"
     if keys & _TRAINING:
         return "training"
-    return "deepspeed" if any(name in known or closest(str(name), known) for name in keys) else None
+    if any(name in known or closest(str(name), known) for name in keys):
+        return "deepspeed"
+    tools = table("unread_tools").values()  # of which a note says so
+    return "training" if any(re.search(one, document.text, re.MULTILINE) for one in tools) else None
 
 
 def referred(document: Document) -> list[str]:

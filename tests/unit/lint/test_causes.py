@@ -124,7 +124,7 @@ def test_a_trainer_of_ones_own_divides_no_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("more", "said"), [("", ["warning"]), (" // 4", [])])
 def test_a_schedule_for_micro_batches_does_not_end(tmp_path: Path, more: str, said: list[str]) -> None:
-    assert named(found(tmp_path, "a.py", a__py=LOOP.format(more)), "schedule-per-micro-batch") == said
+    assert named(found(tmp_path, "a.py", a__py=LOOP.format(more)), "schedule-counts-otherwise") == said
 
 
 def test_python_starts_one_process(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_config_that_is_read_somewhere_is_used(tmp_path: Path) -> None:
     lora = "from peft import LoraConfig\nfrom mine import go, trainer\nlora = LoraConfig(r=8)\n"
     for more, said in (("", ["error"]), ("go(lora)\n", []), ("go(globals())\n", [])):
         text = f"{lora}{more}trainer.train()\n"
-        assert named(found(tmp_path, "a.py", a__py=text), "adapters-are-not-used") == said
+        assert named(found(tmp_path, "a.py", a__py=text), "adapters-given-wrongly") == said
 
 
 def test_a_checkpoint_with_a_name_is_right_where_the_script_reads_it(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_smallest_rate_is_found_behind_a_flag(tmp_path: Path) -> None:
     text += "parser.add_argument('--least', type=float, default={})\nargs = parser.parse_args()\n"
     text += "TrainingArguments('o', lr_scheduler_kwargs={{'min_lr_rate': args.least}})\n"
     for least, said in (("1e-6", ["warning"]), ("0.1", [])):
-        assert named(found(tmp_path, "a.py", a__py=text.format(least)), "schedule-ignores-it") == said
+        assert named(found(tmp_path, "a.py", a__py=text.format(least)), "schedule-and-its-arguments") == said
 
 
 def test_small_findings_say_what_to_do(tmp_path: Path) -> None:

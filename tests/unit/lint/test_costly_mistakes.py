@@ -91,7 +91,7 @@ EARLY = FSDP2 + "model = Net()\nopt = torch.optim.AdamW(model.parameters(), lr=1
     ],
 )  # fmt: skip
 def test_an_optimizer_before_its_model_is_sharded(script: str, hits: int) -> None:
-    assert len(found("optimizer-before-sharding", script)) == hits
+    assert len(found("optimizer-made-early", script)) == hits
 
 
 NODES = "torchrun --nnodes 2 --nproc_per_node 8 train.py\n"
@@ -188,7 +188,7 @@ def test_fp16_has_fp32_weights_and_its_own_clipping(script: str, file: str, hits
 )
 def test_fp16_for_a_family_of_bf16(model: str, given: str, hits: int) -> None:
     script = f"{TRAINER}m = AutoModel.from_pretrained('{model}')\nTrainer(m, TrainingArguments({given}))\n"
-    assert [one.severity for one in found("two-precisions", script)] == ["warning"] * hits
+    assert [one.severity for one in found("precision-of-the-script", script)] == ["warning"] * hits
 
 
 TOKENS = """from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
@@ -278,7 +278,7 @@ for x in data:
 )  # fmt: skip
 def test_a_schedule_of_the_engine_is_stepped_once(given: str, config: str, steps: str, hits: int) -> None:
     script = ENGINE.format(given=given, config=config, steps=steps)
-    found_ = [one for one in found("optimizer-outside-engine", script) if "twice as fast" in one.what]
+    found_ = [one for one in found("engine-steps-itself", script) if "twice as fast" in one.what]
     assert len(found_) == hits
 
 
@@ -410,13 +410,13 @@ output_dir: out
         ("load_best_model_at_end: true\neval_strategy: epoch\nsave_strategy: epoch\n", None),
         ("eval_steps: 300\n", "contradicting-arguments"),
         ("eval_strategy: steps\neval_steps: 300\n", None),
-        ("lr_scheduler_type: cosine_with_min_lr\n", "schedule-ignores-it"),
+        ("lr_scheduler_type: cosine_with_min_lr\n", "schedule-and-its-arguments"),
         ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr: 1.0e-6}\n", None),
         ("lr_scheduler_type: cosine\n", None),
     ],
 )
 def test_the_trainers_defaults_count(settings: str, rule: str | None) -> None:
-    found = rules_of(FACTORY + settings) & {"contradicting-arguments", "schedule-ignores-it"}
+    found = rules_of(FACTORY + settings) & {"contradicting-arguments", "schedule-and-its-arguments"}
     assert found == ({rule} if rule else set())
 
 

@@ -111,9 +111,9 @@ def test_a_schedule_next_to_the_step_of_micro_batches_is_right(tmp_path: Path) -
         "total = len(rows) // accum\nscheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total)\n"
     )
     right = TRAINED + made + MICRO.format(count="accum", divided=" / accum", zero="pass")
-    assert not of_rule(tmp_path, "schedule-per-micro-batch", train_py=right + "    scheduler.step()\n")
+    assert not of_rule(tmp_path, "schedule-counts-otherwise", train_py=right + "    scheduler.step()\n")
     wrong = right.replace("loss.backward()\n", "loss.backward()\n        scheduler.step()\n")
-    assert of_rule(tmp_path, "schedule-per-micro-batch", train_py=wrong)
+    assert of_rule(tmp_path, "schedule-counts-otherwise", train_py=wrong)
 
 
 def test_micro_batches_of_unknown_number_are_not_judged_and_said(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 def test_a_branch_without_the_scaler_clips_as_it_says(
     tmp_path: Path, scaled: str, plain: str, found: bool
 ) -> None:
-    said = of_rule(tmp_path, "clips-scaled-gradients", train_py=CLIPS.format(scaled, plain))
+    said = of_rule(tmp_path, "clips-wrong-gradients", train_py=CLIPS.format(scaled, plain))
     assert bool(said) is found
 
 

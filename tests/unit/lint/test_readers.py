@@ -198,7 +198,7 @@ def test_who_steps_in_a_loop_of_deepspeed(tmp_path: Path, loop: str, severity: s
     file = tmp_path / "train.py"
     made = "deepspeed.initialize(model=m, optimizer=inner, config=c)"
     file.write_text(f"import deepspeed\n{loop.replace('INIT', made)}\n")
-    found = [one for one in checked(file, None).findings if one.rule == "optimizer-outside-engine"]
+    found = [one for one in checked(file, None).findings if one.rule == "engine-steps-itself"]
     assert [(one.severity, one.line) for one in found] == ([] if severity is None else [(severity, 4)])
     assert all(says in one.what for one in found)
 

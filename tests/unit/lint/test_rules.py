@@ -65,6 +65,20 @@ TRAINER = "from transformers import Trainer, TrainingArguments\n"
 KEYS = (
     "model_name_or_path: a/b\noutput_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nlora_r: 8\n"
 )
+SHIFTED = """import torch
+m = AutoModelForCausalLM.from_pretrained('gpt2')
+m(input_ids=input_ids[:{}], labels=ids[:{}])
+"""
+DROPPED = (
+    TRAINER
+    + """from transformers import AutoModel
+def collate(rows):
+    return [row['text'] for row in rows]
+model = AutoModel.from_pretrained("gpt2")
+args = TrainingArguments(output_dir="o"{})
+Trainer(model=model, args=args, data_collator=collate).train()
+"""
+)
 ZEUS = "import zeus\nfrom zeus.x import *\n"
 LOOP = """import deepspeed
 engine, outer, _, schedule = deepspeed.initialize(model=model, optimizer=inner, config={{"zero": 2}})
@@ -467,7 +481,7 @@ CASES = (
     ),
     # optimizer
     Case(
-        "two-precisions",
+        "precision-of-the-script",
         PREPARED.format("mixed_precision='fp16'", "accelerator.backward(loss)"),
         PREPARED.format("mixed_precision='bf16'", "accelerator.backward(loss)"),
         also=(PLUGIN,),
@@ -616,7 +630,7 @@ CASES = (
         "quantised-under-zero",
         TRAINER + LOAD.format("load_in_8bit=True") + "Trainer()\n",
         LOAD.format("dtype='auto'"),
-        also=(JSON,),
+        also=(DS_3,),
     ),
     Case(
         "quantised-under-fsdp2",
@@ -669,7 +683,7 @@ CASES = (
     ),
     Case("misspelt-key", f"{KEYS}lora_alhpa: 16\n", f"{KEYS}lora_alpha: 16\nmy_own_number: 3\n"),
     Case(
-        "warmup-never-ends",
+        "warmup-does-not-fit",
         "base_model: a/b\nwarmup_steps: 50\nwarmup_ratio: 0.1\nmax_steps: 20\n",
         "base_model: a/b\nwarmup_steps: 5\nmax_steps: 20\n",
     ),
@@ -747,12 +761,18 @@ CASES = (
         PADDED.format("t.pad_token = t.eos_token", "x"),
     ),
     Case("rows-are-not-padded", STACKED.format(""), STACKED.format(", data_collator=collator")),
+    Case("columns-are-dropped", DROPPED.format(""), DROPPED.format(", remove_unused_columns=False")),
+    Case(
+        "shift-of-labels",
+        SHIFTED.format(", :-1", ", 1:"),
+        SHIFTED.format("", ""),
+    ),
     Case(
         "quantised-without-adapter",
         FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",
         FACTORY.format("qwen") + "quantization_bit: 4\n",
     ),
-    Case("adapters-are-not-used", ADAPTERS.format("pass"), ADAPTERS.format("model.add_adapter(lora)")),
+    Case("adapters-given-wrongly", ADAPTERS.format("pass"), ADAPTERS.format("model.add_adapter(lora)")),
     Case(
         "adapters-are-frozen",
         "import peft\nmodel = get_peft_model(model, c)\nmodel = prepare_model_for_kbit_training(model)\n",
@@ -767,7 +787,7 @@ CASES = (
     Case("no-such-checkpoint", RESUMES.format("checkpoint-last"), RESUMES.format("checkpoint-500")),
     Case("bool-of-a-text", BOOL.format("bool"), BOOL.format("int")),
     Case(
-        "schedule-ignores-it",
+        "schedule-and-its-arguments",
         WORD.format("lr_scheduler_type='constant', warmup_steps=10"),
         WORD.format("lr_scheduler_type='constant_with_warmup', warmup_steps=10"),
     ),
@@ -795,7 +815,7 @@ CASES = (
     ),
     Case("fp16-without-scaler", HALF.format("float16"), HALF.format("bfloat16")),
     Case("one-device-for-all-ranks", RANKED.format("0"), RANKED.format("local_rank")),
-    Case("clips-scaled-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
+    Case("clips-wrong-gradients", SCALED.format("pass"), SCALED.format("scaler.unscale_(optimizer)")),
     Case(
         "labels-do-not-fit",
         CUT.format(""),
@@ -873,7 +893,7 @@ CASES = (
         "#SBATCH --gres=gpu:v100:1\ntorchrun train.py --bf16\n",
         "#SBATCH --gres=gpu:a100:1\ntorchrun train.py --bf16\n",
     ),
-    Case("optimizer-outside-engine", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
+    Case("engine-steps-itself", LOOP.format("inner.step()"), LOOP.format("engine.step()")),
     Case(
         "no-optimizer",
         OWN.format("model=m"),
@@ -937,7 +957,7 @@ CASES = (
     ),
     Case("gradients-are-cleared", CLEARS.format("zero_grad", "step"), CLEARS.format("step", "zero_grad")),
     Case(
-        "schedule-per-micro-batch",
+        "schedule-counts-otherwise",
         ACCUMULATED.format(loss="(loss / n)", every="schedule.step()", both="pass"),
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
     ),
@@ -981,9 +1001,14 @@ CASES = (
         UNPREPARED.format("optimizer, net"),
     ),
     Case(
-        "optimizer-before-sharding",
+        "optimizer-made-early",
         "from x import *\noptimizer = AdamW(m.parameters())\nfully_shard(m)\n",
         "from x import *\nfully_shard(m)\noptimizer = AdamW(m.parameters())\n",
+    ),
+    Case(
+        "goes-past-ddp",
+        "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    m(row).backward()\n",
+        "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    ddp(row).backward()\n",
     ),
     Case(
         "zeus-monitor-of-all-gpus",

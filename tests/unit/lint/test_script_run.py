@@ -110,7 +110,7 @@ def test_what_a_class_keeps_in_self_is_followed() -> None:
     right = FSDP_CLASS.format(early="pass", late=MAKES, gather=GATHER, saved="state")
     assert found(right) == set()
     early = FSDP_CLASS.format(early=MAKES, late="pass", gather=GATHER, saved="state")
-    assert found(early) == {("optimizer-before-sharding", 5)}
+    assert found(early) == {("optimizer-made-early", 5)}
     alone = FSDP_CLASS.format(early="pass", late=MAKES, gather="pass", saved="self.model.state_dict()")
     assert found(alone) == {("one-process-calls-for-all", 11)}
     documents = (read(HEAD + alone, "a.py"),)
@@ -158,7 +158,7 @@ for batch in rows:
 
 
 def test_an_optimizer_of_the_branch_without_an_engine_is_its_own() -> None:
-    rule = "optimizer-outside-engine"
+    rule = "engine-steps-itself"
     text = ENGINE.format(config="args.ds is not None", step="optimizer.step()")
     assert rule not in {name for name, _ in found(text)}
     bypassed = text.replace("engine.step()", "optimizer.step()")
@@ -364,7 +364,7 @@ EARLY += ("    optimizer = get_optimizer(model, args)\n    model = FSDP(model)\n
         (("", ""), None),
         (("                    optimizer.zero_grad()\n", ""), "no-zero-grad"),
         ((".loss / 4", ".loss"), "loss-not-divided"),
-        (EARLY, "optimizer-before-sharding"),
+        (EARLY, "optimizer-made-early"),
         (("    sampler = DistributedSampler(rows)\n    return DataLoader(rows, sampler=sampler)",
           "    return DataLoader(rows, shuffle=True)"), "no-sampler"),
     ],

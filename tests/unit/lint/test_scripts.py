@@ -308,7 +308,9 @@ def test_the_accelerator_steps_in_its_backward(call: str, lines: list[int]) -> N
 def test_two_files_with_two_precisions(script: str, file: str, severity: str | None) -> None:
     other = file if file.startswith("{") else f"distributed_type: MULTI_GPU\nnum_processes: 2\n{file}\n"
     documents = (read(f"from accelerate import Accelerator\n{script}\n", "a.py"), read(other, "b"))
-    found = [one for one in check(Setup(documents=documents)).findings if one.rule == "two-precisions"]
+    found = [
+        one for one in check(Setup(documents=documents)).findings if one.rule == "precision-of-the-script"
+    ]
     assert [one.severity for one in found] == ([] if severity is None else [severity])
 
 

@@ -109,7 +109,7 @@ def test_a_schedule_of_batches_advances_with_them(
     tmp_path: Path, count: str, row: str, after: str, lines: list[int]
 ) -> None:
     text = loop(BACK, "opt.step(); opt.zero_grad()", row, count=count, after=after)
-    said = found(tmp_path, "schedule-per-micro-batch", train_py=text)
+    said = found(tmp_path, "schedule-counts-otherwise", train_py=text)
     assert [line for _, line in said] == [line - 1 for line in lines]
 
 
@@ -189,7 +189,7 @@ SFTTrainer({}).train()
 def test_a_model_gets_adapters_once(
     tmp_path: Path, row: str, given: str, expected: list[tuple[str, int]]
 ) -> None:
-    assert found(tmp_path, "adapters-are-not-used", train_py=ADAPTERS.format(row, given)) == expected
+    assert found(tmp_path, "adapters-given-wrongly", train_py=ADAPTERS.format(row, given)) == expected
 
 
 STREAM = """from datasets import load_dataset
@@ -266,7 +266,7 @@ FILE = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, 
 def test_an_engine_steps_after_each_backward(tmp_path: Path, row: str, accumulated: int, wrong: bool) -> None:
     config = json.dumps(FILE | {"gradient_accumulation_steps": accumulated})
     files = {"train_py": ENGINE.format(row), "ds_json": config}
-    assert found(tmp_path, "optimizer-outside-engine", **files) == [("error", 6)] * wrong
+    assert found(tmp_path, "engine-steps-itself", **files) == [("error", 6)] * wrong
     assert found(tmp_path, "weights-are-elsewhere", **files) == [("error", 8)]
 
 
@@ -288,5 +288,5 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
     ],
 )
 def test_fsdp1_clips_by_the_norm_of_all_shards(tmp_path: Path, shards: str, clip: str, wrong: bool) -> None:
-    said = found(tmp_path, "clips-scaled-gradients", train_py=SHARDED.format(shards, clip))
+    said = found(tmp_path, "clips-wrong-gradients", train_py=SHARDED.format(shards, clip))
     assert said == [("warning", 5)] * wrong

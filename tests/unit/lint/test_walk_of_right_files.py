@@ -66,7 +66,7 @@ def test_a_condition_in_a_variable_is_as_good_as_one_in_its_place(
 def test_a_condition_in_a_variable_hides_no_schedule_that_advances_too_often(tmp_path: Path) -> None:
     rows = "last = (i + 1) % gas == 0", f"if last: {STEP}", "if sched is not None: sched.step()"
     (one,) = found(tmp_path, train_py=loop(*rows))
-    assert (one.rule, one.line, one.severity) == ("schedule-per-micro-batch", 16, "error")
+    assert (one.rule, one.line, one.severity) == ("schedule-counts-otherwise", 16, "error")
 
 
 BOTH = "from transformers import TrainingArguments\na = TrainingArguments('o', fp16=True, bf16=True)"
@@ -483,12 +483,12 @@ def test_deepspeeds_scheduler_has_a_warm_up_whatever_the_arguments_name(tmp_path
     script += "lr_scheduler_type='constant', warmup_steps=30)\nTrainer(model, args).train()\n"
     settings = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     warm = settings | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}
-    assert found(tmp_path, "schedule-ignores-it", train_py=script, ds_json=json.dumps(settings))
-    assert not found(tmp_path, "schedule-ignores-it", train_py=script, ds_json=json.dumps(warm))
+    assert found(tmp_path, "schedule-and-its-arguments", train_py=script, ds_json=json.dumps(settings))
+    assert not found(tmp_path, "schedule-and-its-arguments", train_py=script, ds_json=json.dumps(warm))
 
 
 def test_a_lora_config_that_only_a_comment_uses_is_an_error(tmp_path: Path) -> None:
     script = "from peft import LoraConfig, get_peft_model\nfrom transformers import Trainer\nconfig = LoraConfig(r=8)\n"
     script += "{}model = get_peft_model(model, config)\nTrainer(model=model).train()\n"
-    assert found(tmp_path, "adapters-are-not-used", train_py=script.format("# "))
-    assert not found(tmp_path, "adapters-are-not-used", train_py=script.format(""))
+    assert found(tmp_path, "adapters-given-wrongly", train_py=script.format("# "))
+    assert not found(tmp_path, "adapters-given-wrongly", train_py=script.format(""))

@@ -84,7 +84,11 @@ def given_twice(document: Document, happens: str, *, stops: bool = False) -> Ite
         what = f"`{key[-1]}` is given twice (first in line {before}): {happens}"
         rest = "".join(document.text.splitlines(keepends=True)[before - 1 :])
         empty = document.syntax == "yaml" and not stops and _EMPTY.match(rest)
-        yield Hit(key, what, "keep one of the two", severity="note" if empty else None)
+        lines = [*{before, document.line(key)}]
+        rows = {re.sub(r"\s#.*|,\s*$", "", document.text.split("\n")[at - 1]).strip() for at in lines}
+        same = len(lines) > len(rows) and not stops and not isinstance(document.get(*key), Mapping | list)
+        severity: Severity | None = "note" if empty else "warning" if same else None
+        yield Hit(key, what, "keep one of the two", severity=severity)
 
 
 @accelerate_rule("error", "accelerate/commands/config/config_args.py: yaml.safe_load")

@@ -291,7 +291,7 @@ def _takes_others(script: Document) -> bool:
 
 
 @training_rule("error", "transformers/trainer.py: create_scheduler; axolotl/utils/schemas/validation.py")
-def warmup_never_ends(document: Document, setup: Setup) -> Iterator[Hit]:
+def warmup_does_not_fit(document: Document, setup: Setup) -> Iterator[Hit]:
     """The warm-up takes all steps, or is given twice."""
     for given, line in given_to_trainers(document, setup, every=True):
         warmup, most = (given.get(name) for name in ("warmup_steps", "max_steps"))

@@ -50,7 +50,7 @@ _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens
 
 
 @loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
-def optimizer_outside_engine(document: Document, setup: Setup) -> Iterator[Hit]:
+def engine_steps_itself(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
     program, steps = ast.unparse(tree_of(document)), reversed([*calls(document, "step")])
     stepped = {ast.unparse(one.func).removesuffix(".step"): one for one in steps}  # the first of a name stays

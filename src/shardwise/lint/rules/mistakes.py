@@ -30,12 +30,21 @@ _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
 _SWAPPED = pattern("swapped")
 _TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
 _ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
+_GENERATES, _OF_OTHERS, _PASSES = *map(pattern, ("generates", "imports_of_others")), pattern("passes").pattern
 _NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
 
 def _quantized(document: Document) -> str:
     """The key that asks for a base of 4 or 8 bits."""
     return next((one for one in _BITS if document.on(one) or document.get(one) in (4, 8)), "")
+
+
+def _passed_on(document: Document) -> bool:
+    """Whether a function that is not of a known library makes or gets the model: it may add adapters."""
+    text = ast.unparse(tree_of(document))
+    brought = re.sub(r" as \w+", "", "|".join(_OF_OTHERS.findall(text)))
+    theirs = brought.replace(", ", "|").replace("*", r"\w+")
+    return bool(theirs and re.search(_PASSES.replace("NAMES", theirs), text))
 
 
 @training_rule("error", "transformers/trainer_utils.py: validate_quantization_for_training; read in 5.23")
@@ -47,7 +56,8 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
     full = document.get("finetuning_type") in ("full", "freeze") or document.get("use_peft") is False
     if document.syntax == "python":
         trains = any(ast.unparse(one.func) in document.uses for one in calls(document, *names("trainers")))
-        full = trains and not any(_ADAPTERS.search(one.text) for one in setup.of("training"))
+        given = any(_ADAPTERS.search(one.text) for one in setup.of("training")) or _passed_on(document)
+        full = trains and not given
     elif tool == "Axolotl":
         full = not document.get("adapter")
     if full:
@@ -56,8 +66,8 @@ def quantised_without_adapter(document: Document, setup: Setup) -> Iterator[Hit]
 
 
 @training_rule("error", "peft: LoraConfig alone changes no model")
-def adapters_are_not_used(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Nothing gets the LoraConfig: all weights are trained."""
+def adapters_given_wrongly(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Nothing gets the LoraConfig and all weights are trained, or the model gets adapters twice."""
     by = made_by(document)
     for call in calls(document, *names("trl_trainers")):
         given = {one.arg: ast.unparse(one.value) for one in (*call.keywords, *map(_AS_MODEL, call.args[:1]))}
@@ -169,7 +179,7 @@ def bool_of_a_text(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("warning", "transformers/optimization.py: get_constant_schedule, get_cosine_with_min_lr_...")
-def schedule_ignores_it(document: Document, setup: Setup) -> Iterator[Hit]:
+def schedule_and_its_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule has no such part, or takes the number as something else."""
     decided = any(one.section("scheduler") for one in setup.of("deepspeed"))  # by DeepSpeed, with a warm-up
     for given, line in given_to_trainers(document, setup, every=True):
@@ -284,7 +294,7 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "torch/amp/grad_scaler.py: unscale_")
-def clips_scaled_gradients(document: Document, _: Setup) -> Iterator[Hit]:
+def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
     clips = [*calls(document, "clip_grad_norm_", "clip_grad_value_")]
@@ -328,9 +338,14 @@ def another_answer_begins(document: Document, _: Setup) -> Iterator[Hit]:
     """A row that ends with its answer gets the beginning of one more, which the model learns to write."""
     rows = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
     ended = {ast.unparse(one.targets[0]) for one in rows if _ANSWERED.search(ast.unparse(one.value))}
+    plain = "SFTTrainer" in document.uses and not _GENERATES.search(document.text)
     for call in calls(document, "apply_chat_template") if "rain(" in document.text else ():
         given = {one.arg: ast.unparse(one.value) for one in call.keywords}
-        if call.args and ast.unparse(call.args[0]) in ended and given.get("add_generation_prompt") == "True":
+        said = [ast.unparse(call), *(ast.unparse(one.targets[0]) for one in rows if one.value is call)]
+        texts = "|".join(map(re.escape, said)) if plain else "^"
+        row = re.search(rf"'text': ({texts})[,}}]", ast.unparse(tree_of(document)))
+        ends = row or (call.args and ast.unparse(call.args[0]) in ended)
+        if ends and given.get("add_generation_prompt") == "True":
             yield Hit(("add_generation_prompt",), fix="add_generation_prompt=False", line=call.lineno)
 
 

@@ -128,7 +128,7 @@ def quantized_gradients_are_fp16(document: Document, _: Setup) -> Iterator[Hit]:
 
 
 @training_rule("error", "accelerate/utils/dataclasses.py: set_mixed_precision", versions="accelerate<2")
-def two_precisions(document: Document, setup: Setup) -> Iterator[Hit]:
+def precision_of_the_script(document: Document, setup: Setup) -> Iterator[Hit]:
     """The script's precision wins over Accelerate's file, silently, and stops at another in DeepSpeed's."""
     asked, loaded = document.get("mixed_precision"), document.get("torch_dtype") or document.get("dtype")
     key = "mixed_precision" if asked else next((one for one in ("bf16", "fp16") if document.on(one)), "")

@@ -21,7 +21,7 @@ _CHOOSES = pattern("chooses")
 _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
-_EARLY = pattern("early")
+_EARLY, _DDP = pattern("early"), pattern("wraps_in_ddp")
 _SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
 _OF_ONE = pattern("of_one")
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
@@ -207,12 +207,30 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-@loop_rule("error", "torch/distributed/fsdp: fully_shard, FullyShardedDataParallel, on the optimizer")
-def optimizer_before_sharding(document: Document, _: Setup) -> Iterator[Hit]:
-    """FSDP replaces a model's parameters: an optimizer made before has the old ones, and trains nothing."""
-    for _, name, made, by, model, between in _EARLY.findall(ast.unparse(tree_of(document))):
+@loop_rule("error", "torch/distributed/fsdp: fully_shard; peft: get_peft_model adds parameters")
+def optimizer_made_early(document: Document, _: Setup) -> Iterator[Hit]:
+    """FSDP replaces a model's parameters, PEFT freezes and adds some: an earlier optimizer trains nothing."""
+    text = ast.unparse(tree_of(document))
+    for _, name, made, by, model, between, wraps in _EARLY.findall(text):
         again = re.search(rf"^ *(.*, )?({model}|{name})(, .*)? = ", between, re.MULTILINE)
+        again = (
+            again or ("eft" in wraps and re.search(rf"(?m)^ *{name} = ", text.rpartition(wraps)[2])) or None
+        )
         if is_optimizer(by) and not again:
             lines = (one.lineno for one in calls(document, by.rpartition(".")[2]) if ast.unparse(one) == made)
-            what = f"{model} is sharded below, which replaces its parameters: this optimizer trains nothing"
-            yield Hit((), what, "make it after the model is sharded", line=next(lines))
+            does = "gets adapters" if "eft" in wraps else "is sharded, which replaces its parameters,"
+            what = f"{model} {does} below: this optimizer trains nothing"
+            yield Hit((), what, "make it after that", line=next(lines))
+
+
+@loop_rule("error", "torch/nn/parallel/distributed.py: forward prepares the reducer")
+def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
+    """DistributedDataParallel averages the gradients of its own forward only."""
+    program, text = tree_of(document), ast.unparse(tree_of(document))
+    loops = [one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)]
+    trains = [call for one in loops if ".backward(" in ast.unparse(one) for call in within(one)]
+    for _, wrapper, model in _DDP.findall(text) if setup.world_size != 1 else ():
+        used = re.search(rf"(?<![\w.]){re.escape(wrapper)}(?!\w|\.(?!forward)| = )", text)
+        for call in [one for one in trains if ast.unparse(one.func) == model and not used][:1]:
+            what = f"`{model}` is called, and not `{wrapper}`: no gradients are averaged between processes"
+            yield Hit((), what, f"{wrapper}(...)", line=call.lineno)

@@ -105,7 +105,7 @@ def _not_strict(document: Document, setup: Setup, line: int, what: str, it: str)
 @rule("error", "deepspeed/runtime/config_utils.py: dict_raise_error_on_duplicate_keys; run with 0.19.8")
 def duplicate_key(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed refuses a key or section given twice; the others use the last, and ignore the first."""
-    happens = "DeepSpeed stops with a ValueError: Duplicate keys"
-    if setup.hugging_face and setup.reader:
+    happens, goes_on = "DeepSpeed stops with a ValueError: Duplicate keys", setup.hugging_face
+    if goes_on and setup.reader:
         happens = f"{READER_NAMES[setup.reader]} uses this one, and silently ignores the first"
-    yield from given_twice(document, happens)
+    yield from given_twice(document, happens, stops=not goes_on)

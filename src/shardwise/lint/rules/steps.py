@@ -182,7 +182,7 @@ def _clears(call: ast.Call, optimizer: str) -> bool:
 
 
 @loop_rule("error", "torch/optim/lr_scheduler.py: step")
-def schedule_per_micro_batch(document: Document, _: Setup) -> Iterator[Hit]:
+def schedule_counts_otherwise(document: Document, _: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
     assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
     given = {ast.unparse(one.targets[0]): one.value for one in assigned}

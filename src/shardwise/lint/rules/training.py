@@ -34,7 +34,6 @@ WORDS: dict[str, str] = table("words_of_the_trainer")
 _REPLACED = dict.fromkeys(("lr_scheduler_type", "lr_scheduler"), "scheduler")
 _REPLACED |= dict.fromkeys(("optim", "optimizer"), "optimizer")
 _SHAPES: dict[str, tuple[str, str]] = table("schedule_shapes")  # the Trainer's word for it, and what it does
-_UNSLOTH = re.compile(r"Fast\w*\.(from_pretrained|get_peft_model)")  # these take what transformers does not
 _CHANGED = re.compile(r"(?:from|import) (trl|transformers|peft|unsloth)\b")
 _OWN_LOOP = re.compile(r"\.backward\(|FullyShardedData|DistributedDataPar|fully_shard\(")
 _PLEASE = "`Please correct the following DeepSpeed config values`"
@@ -147,20 +146,15 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}', severity=severity, line=line)
 
 
-@training_rule("error", "https://github.com/huggingface/accelerate/issues/3730")
+@training_rule("warning", "https://github.com/huggingface/accelerate/issues/3730")
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Every process loads all quantised weights, and these are not trained themselves."""
+    """Every process loads all quantised weights, which ZeRO does not shard."""
     stage = zero_stage(setup)
     for name in names("quantising") if distributed(setup) else ():
         value = document.get(name)
         if value in (None, False, 0, 16, 32) or value == "full":
             continue
         bits = 8 if value == 8 or "8" in name else 4
-        adapters = setup.lora or any(map(_UNSLOTH.fullmatch, document.uses))
-        if not adapters and name in ("load_in_8bit", "load_in_4bit"):
-            what = f"{bits}-bit weights get no gradients: without adapters the Trainer refuses to train"
-            certain = setup.reader == "trainer" and "lora" not in document.text.lower()
-            yield Hit((name,), what, "add LoRA adapters (PEFT)", severity=None if certain else "warning")
         if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
             what = f"{bits}-bit weights kept as integers are not sharded: frameworks refuse it, or it fails"
             fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document
@@ -23,11 +24,13 @@ from shardwise.lint.setup import Setup
 
 _OF_TRANSFORMERS = (*PLAIN, "Trainer", "Seq2SeqTrainer", "from_pretrained")
 _LOADS_MODEL = re.compile(r"(?!.*(Fast|Peft)).*(Model|For[A-Z])\w*\.from_pretrained$")
-_NOW = {"transformers": "5.23", "trl": "1.16", "peft": "0.21"}
+_NEEDS: dict[str, str] = table("needs_of_transformers")  # the least version of a package
+_NOW = {"transformers": "5.23", "trl": "1.16", "peft": "0.21", **_NEEDS}
+_NAMES = "|".join(_NOW).replace("_", "[-_]")
 _N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
 _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
 _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
-    rf"(?<![\w.-])(transformers|trl|peft)(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
+    rf"(?<![\w.-])({_NAMES})(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
 _PARSED = f"TrainingArguments|{'|'.join(names('trl_arguments'))}"
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
@@ -35,6 +38,7 @@ _LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
 _LARGEST_LOCK, _NEAR = 5_000_000, 2  # folders whose scripts install for a script: its own, and one above
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
+_TAKEN_OUT = re.compile(r"(?:\.pop\(|\bdel [\w.]+\[)[\"'](\w+)")  # of a dict
 _ASKS = pattern("asks")  # which version is installed
 _OWN_CODE = re.compile(r"Tokenizer\w*\.from_pretrained\([^()]*trust_remote_code\s*=\s*True")
 _GIVES_IDS, _AS_IDS, _BOTH = pattern("gives_ids"), pattern("as_ids").pattern, pattern("both_kinds")
@@ -61,9 +65,12 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
         listed = text if name == document.name else _MAJOR.sub(r"\1==\2.*", text)
         for one, pin in _PINS.findall(re.sub(r"(?m)(^|\s)#(?!.*install).*", "", listed)):
             bounds = [re.sub("[\"'\\s]", "", part) for part in re.findall(_BOUND, pin.replace("@v", "=="))]
-            if any(_NOW[one] not in SpecifierSet(bound) for bound in bounds if bound[0] not in ">!"):
-                found.setdefault(one, f"{name} asks for {one}{','.join(bounds)}")
-    return found.get(package) or found.get("transformers") or found.get("trl", "")
+            now = _NOW[kind := one.replace("-", "_")]
+            upper = {part: Version(part.strip("=<~.*")) for part in bounds if part[0] not in ">!"}
+            if any(now not in SpecifierSet(part) and upper[part] <= Version(now) for part in upper):
+                refused = ", which transformers 5.23 does not take" * (kind in _NEEDS)
+                found.setdefault(kind, f"{name} asks for {one}{','.join(bounds)}{refused}")
+    return next((found[one] for one in (package, "transformers", *_NEEDS, "trl") if one in found), "")
 
 
 def _asks_first(document: Document, line: int, name: str) -> bool:
@@ -83,7 +90,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """Newer versions of transformers and TRL stop at arguments that earlier ones had: TypeError."""
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
-    lines = first_imports(document)
+    lines, taken_out = first_imports(document), {*_TAKEN_OUT.findall(setup.scripts)}
     every_class = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
     classes = [one for one in every_class if "def __init__(" not in ast.unparse(one)]  # else it is not theirs
     shadowed = {one.name for one in every_class} - {one.name for one in classes}
@@ -107,6 +114,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             theirs = call in above or by in ways or _LOADS_MODEL.match(by)
             given = values_of(document).arguments(call) if theirs else {}
             found = [old for old in now if (old,) in given]
+            found = [old for old in found if given[old,][1] != UNKNOWN or old not in taken_out]
             if found := [old for old in found if not _asks_first(document, given[old,][0], called)]:
                 names_ = ", ".join(f"`{old}`" for old in found)
                 older = _older(document, setup, "trl" if of_trl else "transformers")

@@ -1,0 +1,71 @@
+"""Rows and labels: columns that get lost, labels that are shifted twice or not at all."""
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from shardwise.lint.document import Document
+from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.model import blocks_for
+from shardwise.lint.rules.families import named_models
+from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.schema import names, pattern
+from shardwise.lint.setup import ModelFacts, Setup
+
+_KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
+
+
+@training_rule("error", "transformers/trainer.py 5.23: _set_signature_columns_if_needed")
+def columns_are_dropped(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The Trainer drops columns that the model's forward does not take: who reads them gets a KeyError."""
+    classes = {one.name: one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)}
+    plain = {"Trainer", "Seq2SeqTrainer"} - classes.keys()
+    own = {name: one for name, one in classes.items() if plain & {*map(ast.unparse, one.bases)}}
+    made = [] if _KEEPS.search("".join(d.text for d in setup.documents)) else [*calls(document, *plain, *own)]
+    models = [blocks_for(ModelFacts(name=one))[0] for one in named_models(setup)] if made else []
+    taken = {"label", "label_ids"}.union(*(one.inputs for one in models if one))
+    for call in made if models and all(models) else ():
+        given = {one.arg: one.value for one in call.keywords}
+        collator = values_of(document).meant(given.get("data_collator", ast.Constant(None)))
+        by = ast.unparse(getattr(collator, "func", collator))
+        batch = by in (*names("collators"), "None")
+        reader = own.get(ast.unparse(call.func)) if batch else classes.get(by, collator)
+        found = _keys(reader, "compute_loss" if batch else "__call__", batch)
+        lost = {key: line for key, line in found.items() if key not in taken and None not in given}
+        if lost:
+            what = f"the Trainer drops {', '.join(lost)}, which the model's forward does not take: KeyError"
+            yield Hit((), what, "remove_unused_columns=False in the arguments", line=min(lost.values()))
+
+
+def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
+    """What a function, or a method of a class, reads without another value of a batch or of each row."""
+    of_class, found = isinstance(reader, ast.ClassDef), dict[str, int]()
+    bodies = [one for one in reader.body if getattr(one, "name", "") == method] if of_class else [reader]
+    for one in (one for one in bodies if isinstance(one, ast.FunctionDef | ast.Lambda)):
+        rows, text = "".join(arg.arg for arg in one.args.args[of_class + batch :][:1]), ast.unparse(one)
+        each = {*re.findall(rf"\bfor (\w+) in {rows}(?=[:\]\)}}]| if |$)", text)}
+        for node in ast.walk(one):
+            match node:
+                case (
+                    ast.Subscript(value=holder, slice=ast.Constant(str(key)), ctx=ast.Load())
+                    | ast.Call(func=ast.Attribute(attr="pop", value=holder), args=[ast.Constant(str(key))])
+                ) if ast.unparse(holder) in ({rows} if batch else {*each, f"{rows}[0]"}):
+                    asked = rf"\['{re.escape(key)}'\] = |'{re.escape(key)}' (not )?in |except"
+                    found |= {} if re.search(asked, text) else {key: node.lineno}
+    return found
+
+
+@training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss shifts the labels itself")
+def shift_of_labels(document: Document, _: Setup) -> Iterator[Hit]:
+    """A causal model's logits at a token are for the next one: the labels are shifted once, by its loss."""
+    causal = _CAUSAL.search(text := ast.unparse(tree_of(document)))
+    parts = [p for p in ast.walk(tree_of(document)) if isinstance(p, ast.Slice) and ast.unparse(p) == "1:"]
+    if causal and parts and _TWICE.search(text):
+        what = "the model's loss shifts the labels once more: each token learns the one after the next"
+        yield Hit((), what, "input_ids and labels of the same tokens", line=parts[0].lineno)
+    for call in calls(document, "cross_entropy") if causal and not _SHIFTS.search(text) else ():
+        given = [ast.unparse(one) + ast.unparse(values_of(document).meant(one)) for one in call.args[:2]]
+        if len(given) == 2 and "logits" in given[0] and re.search("label|input_ids", given[1]):
+            what = "nothing shifts logits and labels: the model learns to repeat its input"
+            yield Hit((), what, "logits[:, :-1] and labels[:, 1:]", severity="warning", line=call.lineno)
