@@ -159,8 +159,9 @@ def _kind(document: Document, other: Kind | None) -> Kind | None:
     values = document.values
     keys = {key for key, value in values.items() if value is not None}  # `fsdp_config: null` says nothing
     theirs = any(isinstance(one, Mapping) and _OF_TRAINER & one.keys() for one in values.values())
+    named = [one in json_schema.names_below((key,)) for key in keys & _JOB for one in document.section(key)]
     ours = "model" in keys and ("data" in keys or "strategy" in keys) and not theirs
-    if ours and len(keys - _JOB) < len(keys & _JOB):
+    if ours and 2 * sum(named) >= len(named) and len(keys - _JOB) < len(keys & _JOB):
         return "job"
     if keys & _ACCELERATE:
         return "accelerate"

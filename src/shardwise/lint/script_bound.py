@@ -66,6 +66,27 @@ class Bound:
         shown = any(self._uses[name] for name in _PARSERS)
         return not (shown and isinstance(made, ast.ClassDef)) or bool(self._uses[made.name])
 
+    def meant(self, node: ast.AST) -> ast.AST:
+        """What a node stands for."""
+        raise NotImplementedError
+
+    def runs(self, node: ast.AST, deep: int = 3) -> bool:
+        """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
+        function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
+        uses = self._uses_of(function, idle=True) if function is not None and deep else []
+        return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
+
+    def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
+        """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""
+        above = self._above[function]
+        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
+        uses = [one for one in uses if idle or self.runs(one, 2)] if self._inputs.others else uses
+        method = isinstance(above, ast.ClassDef)
+        own = [one for one in uses if self._links.same(one, function)]
+        far = [one for one in uses if self._links.joins(one, function)]
+        own = own if method else [one for one in own if isinstance(one, ast.Name)]
+        return own + (far if method else [one for one in far if self.meant(one) is function])
+
     def undefined(self) -> dict[str, int]:
         """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
         bound = {*dir(builtins), *_NOTEBOOK, *(name for _, name in self._bound)}

@@ -150,12 +150,6 @@ class Values(Bound):
                     if not isinstance(made, ast.Call) or name_of(made.func).endswith("parse_args"):
                         yield name, holder.lineno, value
 
-    def runs(self, node: ast.AST, deep: int = 3) -> bool:
-        """Whether nothing shows that a node, or each call of its function, is in a branch not taken."""
-        function = next((one for one in self.flow.scopes(node) if isinstance(one, ast.FunctionDef)), None)
-        uses = self._uses_of(function, idle=True) if function is not None and deep else []
-        return self.flow.runs(node) and (not uses or any(self.runs(one, deep - 1) for one in uses))
-
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
         match node:
@@ -217,6 +211,11 @@ class Values(Bound):
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
         """What was stored there, or what `_of_made` says."""
+        if name == "value" and isinstance(member := self.meant(holder), ast.Constant):  # of an Enum
+            return [member]
+        path = f"{ast.unparse(holder)}.{name}".partition(".")[2]
+        if self._uses["from_cli"] and (flag := self._inputs.flag([path])):
+            return [flag]  # which OmegaConf puts over what files say
         stores = self._stores.get(name, [])
         text, made = ast.unparse(holder) if stores else "", None
         if isinstance(holder, ast.Name) and stores:
@@ -289,11 +288,13 @@ class Values(Bound):
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
         made = self.meant(holder)
-        if isinstance(made, ast.Call) and ast.unparse(made.func) == "vars" and made.args:
-            text = self.value(name)  # a flag, of the arguments as a mapping
+        if isinstance(made, ast.Call) and name_of(made.func) in names("as_a_mapping") and made.args:
+            text = self.value(name)  # a flag or a field, of the arguments as a mapping
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
-            return []  # without a use of the name, which may be a flag
+            path = f"{ast.unparse(holder)}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
+            # without a use of the name, which may be a flag
+            return self._inputs.at(path) if ARGUMENTS.match(path.partition(".")[0]) else []
         self._held = self._held | {made}
         try:
             return self._in_rows(rows, name, other)
@@ -370,17 +371,6 @@ class Values(Bound):
         for one in found:
             certain = len(found) == 1 and block in (self.flow.block(self.flow.statement(one)), here)
             self._changes[one].append((path, value if certain else None, getattr(by, "lineno", 1)))
-
-    def _uses_of(self, function: ast.FunctionDef, *, idle: bool = False) -> list[Any]:
-        """Where a function is called (`idle`: also if never); `json.load` is none of a `load` in no class."""
-        above = self._above[function]
-        uses = self._uses[getattr(above, "name", "") if function.name == "__init__" else function.name]
-        uses = [one for one in uses if idle or self.runs(one, 2)] if self._inputs.others else uses
-        method = isinstance(above, ast.ClassDef)
-        own = [one for one in uses if self._links.same(one, function)]
-        far = [one for one in uses if self._links.joins(one, function)]
-        own = own if method else [one for one in own if isinstance(one, ast.Name)]
-        return own + (far if method else [one for one in far if self.meant(one) is function])
 
     def _block_of_maker(self, holder: ast.expr) -> ast.AST | None:
         """Where the only call of a function made what a name holds; None if no such call did."""

@@ -1,0 +1,97 @@
+"""Configurations of a user's own: dataclasses as mappings, and files under a command's settings."""
+
+from __future__ import annotations
+
+import pytest
+
+from foreign_files import Case, check_case
+
+LOOP = """\
+import torch
+from transformers import AutoModelForCausalLM, get_scheduler
+{config}
+model = AutoModelForCausalLM.from_pretrained({model}, torch_dtype=torch.bfloat16)
+loader = torch.utils.data.DataLoader(rows, batch_size={batch}, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr={rate}, weight_decay=0.1)
+scheduler = get_scheduler({schedule}, optimizer, num_warmup_steps=10, num_training_steps=500)
+for batch in loader:
+    model(**batch).loss.backward()
+    optimizer.step(); scheduler.step(); optimizer.zero_grad()
+"""
+FIELDS = """\
+from dataclasses import asdict, dataclass
+from enum import Enum
+class Kind(str, Enum):
+    LINEAR = "linear"
+@dataclass
+class Config:
+    name: str = "a/b"
+    lr: float = 3e-4
+    kind: Kind = Kind.LINEAR
+    bs: int = 4
+    seed: int = 7
+made = asdict(Config(bs=2))
+torch.manual_seed(made["seed"])"""
+AS_A_MAPPING = LOOP.format(
+    config=FIELDS, model='made["name"]', batch='made["bs"]', rate='made["lr"]', schedule='made["kind"].value'
+)
+OMEGA = """\
+from omegaconf import OmegaConf
+cfg = OmegaConf.merge(OmegaConf.load("conf.yaml"), OmegaConf.from_cli())"""
+FROM_CLI = LOOP.format(
+    config=OMEGA, model="cfg.model.path", batch="cfg.train.bs", rate="cfg.optim.lr", schedule='"cosine"'
+).replace("loader =", "if cfg.model.get('ckpt', False):\n    model.gradient_checkpointing_enable()\nloader =")
+CONF = """\
+model: {path: a/b, ckpt: true}
+data: {path: rows.jsonl, block: 512}
+train: {bs: 8, accum: 1, precision: bf16}
+optim: {lr: 0.001}
+"""
+JOINED = """\
+def cut(rows):
+    tokens = sum(tok(rows["text"])["input_ids"], [])
+    return {"input_ids": [tokens[at : at + 512] for at in range(0, len(tokens), 512)]}
+rows = rows.map(cut, batched=True)
+"""
+CASES: dict[str, Case] = {
+    "fields as a mapping, and the value of an Enum": (
+        {"train.py": AS_A_MAPPING},
+        {
+            "model.source": "a/b",
+            "optimizer.learning_rate": 3e-4,
+            "optimizer.schedule": "linear",
+            "train.micro_batch": 2,
+            "train.seed": 7,
+        },
+        (),
+        ("could not be read",),
+    ),
+    "a file with sections named like a job's, under a command": (
+        {"train.py": FROM_CLI, "conf.yaml": CONF, "run.sh": "python train.py train.bs=4 optim.lr=1e-4\n"},
+        {
+            "model.source": "a/b",
+            "optimizer.learning_rate": 1e-4,
+            "train.micro_batch": 4,
+            "train.checkpointing": "full",
+        },
+        (),
+        (),
+    ),
+    "the same without a command": (
+        {"train.py": FROM_CLI, "conf.yaml": CONF},
+        {"optimizer.learning_rate": 1e-3, "train.micro_batch": 8},
+        (),
+        (),
+    ),
+    "tokens of all rows, joined by a sum": (
+        {"train.py": AS_A_MAPPING.replace("loader =", f"{JOINED}loader =")},
+        {"data.packing": True},
+        (),
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_configurations(case: Case, tmp_path, monkeypatch) -> None:
+    check_case(case, tmp_path, monkeypatch)
