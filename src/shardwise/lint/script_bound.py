@@ -18,21 +18,35 @@ REPLACE = ("dataclasses.replace", "replace")
 _Asked = TypeVar("_Asked", bound=Callable[[Any, Any], Any])
 
 
+_LONG = 100  # names that are followed for one question, and then each part of it is answered once
+
+
 def remembered(asked: _Asked) -> _Asked:
-    """Keep a method's answer about a node, once there are `answers`, unless a guard cut it short."""
+    """Keep a method's answer about a node until a line is noted that may change it.
+
+    One that a guard cut short depends on where the reading began: it is kept within a long question only.
+    """
 
     @wraps(asked)
     def answer(self: Any, node: ast.AST) -> Any:
-        if self.answers is None:
-            return asked(self, node)
         key = asked, node
-        if key not in self.answers:
-            cuts = self.cuts
+        for known in (self.answers, self.cut_short):
+            if key in known:
+                return known[key]
+        cuts, first = self.cuts, self.deep == 0
+        self.began = self.steps if first else self.began
+        self.deep += 1
+        try:
             found = asked(self, node)
-            if self.cuts != cuts:
-                return found
+        finally:
+            self.deep -= 1
+        if self.cuts == cuts:
             self.answers[key] = found
-        return self.answers[key]
+        elif self.steps - self.began > _LONG:
+            self.cut_short[key] = found
+        if first:
+            self.cut_short.clear()
+        return found
 
     return cast(_Asked, answer)
 
@@ -42,8 +56,9 @@ class Bound:
 
     def __init__(self, program: ast.Module, own: Inputs | None, value_of: Callable[[ast.AST], Any]) -> None:
         self._defaults, self._inputs = own is not None, (inputs := own or NOTHING)
-        self.answers: dict[Any, Any] | None = None  # about nodes, once all names are bound
+        self.answers, self.cut_short = dict[Any, Any](), dict[Any, Any]()  # about nodes
         self.cuts = 0  # answers that a guard against endless reading cut short
+        self.steps = self.began = self.deep = 0  # names that were followed; the same before a question
         self._links = Links(program, inputs.stem, inputs.others)
         self.presets, self._far = Presets(inputs), Presets(inputs)
         nodes = self._links.nodes

@@ -29,15 +29,18 @@ class Values(Bound):
     def __init__(self, program: ast.Module, inputs: Inputs | None = None) -> None:
         super().__init__(program, inputs, self.value)
         self._changes = defaultdict[Any, list[Any]](list)
-        self._read, self._steps = 0, 0
+        self._read = 0
         self._reading, self._open, self._held = set[ast.AST](), frozenset[ast.AST](), frozenset[ast.AST]()
         self._arguments = dict[ast.AST, list[Any]]()
         self._spread: list[tuple[ast.AST, ast.expr | None]] | None = None  # what `setattr` in loops sets
         for node in filter(self.used, self._links.nodes if self._defaults else ()):
+            self.answers = {}  # which hold until the next line is noted
             (self._far if self._links.away(node) else self.presets).take(node, self.meant)
         for node, value in self._attributes:
+            self.answers = {}
             self._store(node, value)
         for node in self._links.nodes:
+            self.answers = {}
             self._change(node)
         self._spread = None  # which only now is certain
         self.answers = {}
@@ -46,8 +49,8 @@ class Values(Bound):
     def meant(self, node: ast.AST) -> ast.AST:
         """What a name, a flag, or a call of a function of the script stands for; else the node itself."""
         before = self._open
-        self._steps += 1
-        while not self._cut(node in self._open or len(self._open) >= DEEPEST or self._steps >= MOST_STEPS):
+        self.steps += 1
+        while not self._cut(node in self._open or len(self._open) >= DEEPEST or self.steps >= MOST_STEPS):
             self._open = self._open | {node}
             found = self._next(node)
             alike = {ast.dump(one) if isinstance(one, ast.Constant) else one for one in found}
@@ -384,7 +387,8 @@ class Values(Bound):
         return self.flow.block(self.flow.statement(made[0])) if once else None
 
     def _may_be(self, node: ast.AST, deep: int = 5) -> Iterator[ast.AST]:
-        if self._rows(node) is not None:
-            yield node
-        for one in self._next(node) if deep else ():
-            yield from self._may_be(one, deep - 1) if one else ()
+        """The mappings that a node may stand for, each once."""
+        found = {node: True}
+        for _ in range(deep + 1):
+            yield from (one for one in found if self._rows(one) is not None)
+            found = {one: True for held in found for one in self._next(held) if one}
