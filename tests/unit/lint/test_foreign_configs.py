@@ -95,3 +95,31 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_configurations(case: Case, tmp_path, monkeypatch) -> None:
     check_case(case, tmp_path, monkeypatch)
+
+
+NANO = """\
+import torch
+batch_size = 12
+learning_rate = 6e-4
+max_iters = 600000
+exec(open('configurator.py').read())
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("a/b")
+loader = torch.utils.data.DataLoader(rows, batch_size=batch_size)
+optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+for step, batch in zip(range(max_iters), loader):
+    model(**batch).loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+SETTINGS = "# a smaller run\nimport time\n\nlearning_rate = 3e-5  # lower\nmax_iters = 20\nout = 'a\\\\b'\n"
+
+
+def test_a_file_of_settings_that_a_script_runs_comes_first(tmp_path, monkeypatch) -> None:
+    files = {"train.py": NANO, "config/small.py": SETTINGS, "run.sh": "python train.py config/small.py\n"}
+    check_case(
+        (files, {"optimizer.learning_rate": 3e-5, "train.micro_batch": 12}, (), ()), tmp_path, monkeypatch
+    )
+
+
+def test_without_one_its_own_values_hold(tmp_path, monkeypatch) -> None:
+    check_case(({"train.py": NANO}, {"optimizer.learning_rate": 6e-4}, (), ()), tmp_path, monkeypatch)
