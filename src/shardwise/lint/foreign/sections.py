@@ -1,4 +1,4 @@
-"""Files of settings of the user's own: sections, `sft_config: {learning_rate: 1e-5}`, and values in Python."""
+"""A user's own files of settings: sections, `sft_config: {learning_rate: 1e-5}`, and values in Python."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
