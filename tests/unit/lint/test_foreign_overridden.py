@@ -174,6 +174,15 @@ CASES: dict[str, Case] = {
         ("write data.eval_fraction",),
         ("eval_every 50",),
     ),
+    "tasks that srun starts": (
+        {
+            "train.py": LOOP,
+            "run.sh": "#SBATCH --nodes=1\nsrun --gpus-per-node=4 --ntasks-per-node=4 python train.py\n",
+        },
+        {"train.global_batch": 24, "train.micro_batch": 6},
+        (),
+        ("GPUs; no file says",),
+    ),
     "the rows of a step over all GPUs": (
         {"run.sh": "torchrun --nproc_per_node 8 own.py --micro-batch-size 4 --global-batch-size 64\n"},
         {"train.global_batch": 64, "train.micro_batch": 4},
