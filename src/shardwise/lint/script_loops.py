@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import Any
 
 from shardwise.lint.schema import toml_file
 from shardwise.lint.script_inputs import name_of
@@ -10,6 +11,8 @@ from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
 _ENGINE_STEPS = re.compile(toml_file("foreign.toml")["row_words"]["engine_steps"])
+_COUNTER = re.compile(r"(?i)step|iter|update|^it$|(^|\.)i$")
+_ENDS = ast.Lt | ast.Gt | ast.GtE | ast.Eq
 _DOES = {name: re.compile(words) for name, words in toml_file("foreign.toml")["does"].items()}
 
 
@@ -19,7 +22,7 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if of_a_job and _ENGINE_STEPS.match(text):
         said["engine.step()",] = loop.lineno, True
     if of_a_job and ".backward(" in text:
-        said |= _conditions(loop, known)
+        said |= _conditions(loop, known) | ({} if said else _ends(loop, known))
     if isinstance(loop, ast.While):
         return said
     calls = (one for one in ast.walk(known.meant(loop.iter)) if isinstance(one, ast.Call))
@@ -38,6 +41,30 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if len(counts) == 2 and known.value(counts[0]) == 1:
         end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
     return said | (known.entries(end, (key,)) if key == "range(epochs)" or (key and of_a_job) else {})
+
+
+def _ends(loop: ast.For | ast.While, known: Values) -> Said:
+    """After how many steps a counter ends a loop over batches, by the loop's condition or by a `break`."""
+    parts = [*ast.walk(loop)]
+    inner = [one for one in parts if isinstance(one, ast.If)]
+    tests: list[Any] = [one.test for one in inner if any(isinstance(part, ast.Break) for part in one.body)]
+    tests += [loop.test] if isinstance(loop, ast.While) else []
+    stepping = [one for one in inner if ".step()" in "".join(map(ast.unparse, one.body))]
+    sums = [part for one in stepping for part in ast.walk(one.test) if isinstance(part, ast.BinOp)]
+    every = [one.right for one in sums if isinstance(one.op, ast.Mod)]
+    for test in tests:
+        ends = isinstance(test, ast.Compare) and isinstance(test.ops[0], _ENDS)
+        adds = [one for one in parts if isinstance(one, ast.AugAssign) and ast.unparse(one.value) == "1"]
+        adds = [one for one in adds if ends and ast.unparse(one.target) == ast.unparse(test.left)]
+        if len(adds) != 1 or not _COUNTER.search(ast.unparse(adds[0].target)):
+            continue
+        end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping)
+        if not inside and len(every) == 1:  # it counts micro-batches
+            end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
+        elif not inside and (stepping or "accum" in ast.unparse(loop)):
+            continue
+        return known.entries(end, ("range(steps)",), test.lineno)
+    return {}
 
 
 def _conditions(loop: ast.For | ast.While, known: Values) -> Said:

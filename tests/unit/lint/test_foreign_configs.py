@@ -95,3 +95,97 @@ CASES: dict[str, Case] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_configurations(case: Case, tmp_path, monkeypatch) -> None:
     check_case(case, tmp_path, monkeypatch)
+
+
+NANO = """\
+import torch
+batch_size = 12
+learning_rate = 6e-4
+max_iters = 600000
+exec(open('configurator.py').read())
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("a/b")
+loader = torch.utils.data.DataLoader(rows, batch_size=batch_size)
+optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+for step, batch in zip(range(max_iters), loader):
+    model(**batch).loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+SETTINGS = "# a smaller run\nimport time\n\nlearning_rate = 3e-5  # lower\nmax_iters = 20\nout = 'a\\\\b'\n"
+
+
+def test_a_file_of_settings_that_a_script_runs_comes_first(tmp_path, monkeypatch) -> None:
+    files = {"train.py": NANO, "config/small.py": SETTINGS, "run.sh": "python train.py config/small.py\n"}
+    check_case(
+        (files, {"optimizer.learning_rate": 3e-5, "train.micro_batch": 12}, (), ()), tmp_path, monkeypatch
+    )
+
+
+def test_without_one_its_own_values_hold(tmp_path, monkeypatch) -> None:
+    check_case(({"train.py": NANO}, {"optimizer.learning_rate": 6e-4}, (), ()), tmp_path, monkeypatch)
+
+
+COUNTED = """\
+import torch
+from transformers import AutoModelForCausalLM
+STEPS = 3000
+ACCUM = 8
+step = at = 0
+model = AutoModelForCausalLM.from_pretrained("a/b")
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+{head}
+        (model(**batch).loss / ACCUM).backward()
+{tail}
+"""
+IN_THE_STEP = """\
+        if (at + 1) % ACCUM == 0:
+            optimizer.step(); optimizer.zero_grad()
+            step += 1
+        at += 1"""
+OUTSIDE = IN_THE_STEP.replace("            step += 1\n", "") + "\n        step += 1"
+WHILE = "while step < STEPS:\n    for batch in loader:"
+FOR = "for epoch in range(100):\n    for batch in loader:"
+BREAK = "\n        if step >= STEPS:\n            break"
+
+
+@pytest.mark.parametrize(
+    ("head", "tail", "steps"),
+    [
+        (WHILE, IN_THE_STEP, 3000),
+        (WHILE, OUTSIDE, 375),
+        (FOR, IN_THE_STEP + BREAK, 3000),
+        (FOR, OUTSIDE + BREAK, 375),
+        (FOR, IN_THE_STEP + BREAK.replace("step >= STEPS", "patience >= 3"), None),
+    ],
+)
+def test_a_counter_says_after_how_many_steps_a_loop_ends(head, tail, steps, tmp_path, monkeypatch) -> None:
+    files = {"train.py": COUNTED.format(head=head, tail=tail)}
+    check_case((files, {"train.steps": steps}, (), ()), tmp_path, monkeypatch)
+
+
+def test_a_counter_of_an_engines_micro_batches_is_to_do(tmp_path, monkeypatch) -> None:
+    script = """\
+import deepspeed
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("a/b")
+engine, _, loader, _ = deepspeed.initialize(model=model, config="ds.json", training_data=rows)
+steps = 0
+for batch in loader:
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    steps += 1
+    if steps >= 8000:
+        break
+"""
+    said = ("engine.step() (line 6): write train.steps",)
+    settings = '{"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8}'
+    files = {"train.py": script, "ds.json": settings}
+    check_case((files, {"train.steps": None}, said, ()), tmp_path, monkeypatch)
+
+
+def test_a_file_cut_into_rows_is_packed(tmp_path, monkeypatch) -> None:
+    cut = "ids = tok(open('a.txt').read())['input_ids']\nrows = [ids[i:i+n] for i in range(0, len(ids), n)]"
+    files = {"train.py": NANO.replace("loader", f"{cut}\nloader", 1)}
+    check_case((files, {"data.packing": True}, (), ()), tmp_path, monkeypatch)

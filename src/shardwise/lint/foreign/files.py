@@ -15,7 +15,7 @@ from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
-from shardwise.lint.foreign.sections import opened
+from shardwise.lint.foreign.sections import opened, with_settings
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -59,7 +59,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
         said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
-    documents = tuple(_in_full(one, options) for one in documents)
+    documents = tuple(_in_full(one, options) for one in with_settings(documents))
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()

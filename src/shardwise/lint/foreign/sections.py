@@ -1,4 +1,4 @@
-"""Sections of a file of the user's own, such as `sft_config: {learning_rate: 1e-5}`, read as its top."""
+"""A user's own files of settings: sections, `sft_config: {learning_rate: 1e-5}`, and values in Python."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,13 @@ from shardwise.lint.document import Document
 from shardwise.lint.foreign.table import TABLE, targets
 from shardwise.lint.schema import names
 from shardwise.lint.script_inputs import sections as all_sections
+from shardwise.lint.script_text import read_python
 
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _ADAPTERS = {"r": "lora_r", "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+_RUNS = re.compile(r"(?m)^exec\(open\(")
+_SETTING = re.compile(r"(?m)^([A-Za-z_]\w*) = (.+)")
+_STATEMENT = re.compile(r"(?m)^(?!import |from |#|[A-Za-z_]\w* = |\s*$)")  # of more than settings
 _OFF = ("enabled", "enable", "use", "use_lora", "use_peft")
 _OTHERS = re.compile(r"(?i)dpo|grpo|ppo|orpo|kto|reward|(^|_)(rm|eval|infer|generat|serv|pretrain)")
 _LEAST = 3  # arguments of the Trainer that make a section one of a training
@@ -62,3 +66,14 @@ def _keys(path: Key, section: Mapping[str, Any]) -> Iterator[tuple[Key, str, str
     if not any(section.get(switch) is False for switch in _OFF):
         held = (key for key, value in section.items() if value is not None and not isinstance(value, Mapping))
         yield from ((path, key, names_.get(key, key)) for key in held)
+
+
+def with_settings(documents: Sequence[Document]) -> Iterator[Document]:
+    """The documents; of a script with `exec(open(...).read())` the values are those of files of settings."""
+    texts = [one.text for one in documents if one.syntax == "python" and not _STATEMENT.search(one.text)]
+    found = dict(found for held in texts for found in _SETTING.findall(held))
+    for one in documents:
+        runs = one.syntax == "python" and _RUNS.search(one.text)
+        lines = [(row.partition(" = ")[0], row) for row in one.text.split("\n")]
+        text = "\n".join(f"{name} = {found[name]}" if name in found else row for name, row in lines)
+        yield replace(read_python(text, one.name), cells=one.cells) if runs and found else one

@@ -34,9 +34,12 @@ class Statement(NamedTuple):
     word: bool  # whether a word means it, such as `bf16: true`
 
 
+_STEPS = ("max_steps", "max_train_steps", "range(steps)")  # which count more than epochs
+
+
 def statements(document: Document, setup: Setup, strategy: str, said: list[str]) -> Iterator[Statement]:
     """What a document says; `strategy`: the one of the DeepSpeed and accelerate files."""
-    counts = (one.get(name) for one in setup.documents for name in ("max_steps", "max_train_steps"))
+    counts = (one.get(name) for one in setup.documents for name in _STEPS)
     steps = next((number for count in counts if (number := as_number(count)) is not None), 0)
     left_out = defaultdict[str, list[str]](list)
     wrong = unknown_keys(document) if document.kind == "deepspeed" else []
