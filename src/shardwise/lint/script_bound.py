@@ -10,11 +10,14 @@ from typing import Any, TypeVar, cast
 from shardwise.lint.script_flow import Flow
 from shardwise.lint.script_inputs import NOTHING, Inputs, Presets, name_of
 from shardwise.lint.script_links import Links
-from shardwise.lint.script_names import part_of, path_of
+from shardwise.lint.script_names import dotted, part_of, path_of
 
 _NOTEBOOK = ("__file__", "__builtins__", "get_ipython", "display", "cd", "ls", "pwd")  # that nothing defines
 _PARSERS = ("HfArgumentParser", "transformers.HfArgumentParser", "TrlParser", "parse_args")
 REPLACE = ("dataclasses.replace", "replace")
+MOST_BOUND = 50  # values of one name; of more, none is known
+_OVERRIDDEN = ("from_cli", "hydra")  # names of what puts `train.lr=1e-4` of a command over files
+_ASSIGNS = ast.Assign | ast.AnnAssign | ast.NamedExpr
 _Asked = TypeVar("_Asked", bound=Callable[[Any, Any], Any])
 
 
@@ -102,6 +105,22 @@ class Bound:
         own = own if method else [one for one in own if isinstance(one, ast.Name)]
         return own + (far if method else [one for one in far if self.meant(one) is function])
 
+    def named(self, node: ast.Name) -> list[Any]:
+        """What a name may stand for; None, or nothing, where only a run knows."""
+        scopes = self.flow.scopes(node)
+        found = next((f for scope in scopes if (f := self._bound.get((scope, node.id)))), [])
+        several = self._defaults and len(found) > 1
+        known = found if len(found) <= MOST_BOUND else []
+        return [one for one in known if not several or one is None or self.flow.runs(one)]
+
+    def configured(self, holder: ast.expr, name: Any) -> list[Any]:
+        """A part of a configuration that OmegaConf or Hydra makes of files, and a command over these."""
+        if not isinstance(name, str) or not any(self._uses[one] for one in _OVERRIDDEN):
+            return []
+        path = f"{dotted(holder, self.named)}.{name}".lstrip(".")
+        flag = self._inputs.flag([path, f"+{path}", f"++{path}"])
+        return [flag] if flag else []
+
     def undefined(self) -> dict[str, int]:
         """Names that the script uses, and that no line of it binds or could bring in unseen; their lines."""
         bound = {*dir(builtins), *_NOTEBOOK, *(name for _, name in self._bound)}
@@ -112,7 +131,7 @@ class Bound:
 
     def _bind(self, node: ast.AST) -> None:
         above, scope = self._above.get(node), next(self.flow.scopes(node), None)
-        plain = isinstance(above, ast.Assign | ast.AnnAssign) and getattr(above, "targets", [node]) == [node]
+        plain = isinstance(above, _ASSIGNS) and getattr(above, "targets", [node]) == [node]
         value = getattr(above, "value", None) if plain else None
         value = value or part_of(node, above, self._above.get(above) if above else None)
         match node:

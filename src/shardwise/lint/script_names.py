@@ -1,10 +1,11 @@
 """Names of a script as the libraries say them, and values by key."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardwise.job.source import Key
+from shardwise.lint.schema import names
 
 Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its value; {} of a mapping
 
@@ -37,6 +38,22 @@ def name_as_imported(program: ast.Module) -> None:
                 known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
     for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
         name.id = known.get(name.id, name.id)
+
+
+def dotted(node: ast.AST, next_of: Callable[[Any], list[Any]], deep: int = 6) -> str:
+    """The path of a part of a configuration below its own name: `.train` of `t = cfg.train`."""
+    match node if deep else None:
+        case (
+            ast.Attribute(value=holder, attr=name)
+            | ast.Subscript(value=holder, slice=ast.Constant(str(name)))
+        ):
+            return f"{dotted(holder, next_of, deep - 1)}.{name}"
+        case ast.Call(func=called, args=[holder, *_]) if ast.unparse(called).endswith(names("as_a_mapping")):
+            return dotted(holder, next_of, deep - 1)
+        case ast.Name():
+            found = next_of(node)
+            return dotted(found[0], next_of, deep - 1) if len(found) == 1 and found[0] else ""
+    return ""
 
 
 def part_of(node: ast.AST, above: ast.AST | None, by: ast.AST | None) -> ast.expr | None:

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +30,8 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_OF_PROCESS = re.compile(r"(?i)rank|proc(ess|id)|seed_offset")  # names of what each process has of its own
+_LIBRARIES = sys.stdlib_module_names | {*names("libraries")}
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
@@ -64,6 +67,9 @@ class Settings:
         self.strategies = {self.known.meant(k.value) for k in given if k.arg == "strategy"}  # Lightning's
         self.rows = Rows(nodes, self.known)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
+        froms = [one for one in nodes if isinstance(one, ast.ImportFrom)]
+        froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]
+        self._theirs = {alias.name for one in froms for alias in one.names}  # which a file makes
         trainers = {*names("trainers")} - own if calls else set[str]()
         self._loops = not trainers & {*map(_last, made)}  # else those of a callback train nothing
         if calls:
@@ -153,6 +159,10 @@ class Settings:
         for one in call.args[:1] if last in ("map", "filter") else formats:
             if self.calls:
                 self._put(self.rows.text_by(one, "filter" if last == "filter" else "text"))
+        makers = [one.value for one in call.keywords if last == "DataLoader" and one.arg == "collate_fn"]
+        makers += call.args[:1] if last == "map" else []
+        if self.calls and any(map(self._unseen, makers)):
+            self._put({("unseen_function()",): (call.lineno, UNKNOWN)})
         if last in names("trainers") and self.calls:
             self._collator(call)
             self._made_elsewhere(call, "SFTConfig" if last.startswith("SFT") else "TrainingArguments")
@@ -179,6 +189,12 @@ class Settings:
         if not isinstance(made, ast.Constant | None) and name.rpartition(".")[2] not in names("collators"):
             self._put({("own_collator()",): (call.lineno, UNKNOWN)})
 
+    def _unseen(self, given: ast.expr) -> bool:
+        """Whether a function that no file shows makes the rows: `collate_fn=make_collator(tok)`."""
+        made = self.known.meant(given)
+        called = [one for one in ast.walk(made) if isinstance(one, ast.Name) and one.id in self._theirs]
+        return any(self.known.meant(one) is one for one in called)
+
     def _made_elsewhere(self, call: ast.Call, kind: str) -> None:
         """Of a trainer: arguments that a function makes which no script shows."""
         given = next((one.value for one in call.keywords if one.arg == "args"), [*call.args, None, None][1])
@@ -196,7 +212,7 @@ class Settings:
         given = {key[0] for key in said}
         for name, value in zip(places, call.args, strict=False):
             if name not in given and not isinstance(value, ast.Starred):
-                said |= self.known.entries(value, (name,))
+                said |= self.known.entries(self._of_all(value) if name == "seed" else value, (name,))
         groups = self.known.meant(call.args[0]) if call.args and places[:1] == ["params"] else None
         first = groups.elts[0] if isinstance(groups, ast.List) and groups.elts else None
         if first is not None:  # of several groups, the others are usually those without decay
@@ -207,6 +223,14 @@ class Settings:
                 said = {key: one for key, one in said.items() if key[0] != name}
                 said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
         return said
+
+    def _of_all(self, seed: ast.expr) -> ast.expr:
+        """A seed without what each process adds to it: `1337 + rank`."""
+        match made := self.known.meant(seed):
+            case ast.BinOp(left=one, op=ast.Add(), right=other):
+                kept = [part for part in (one, other) if not _OF_PROCESS.search(ast.unparse(part))]
+                return kept[0] if len(kept) == 1 else made
+        return seed
 
     def _configured(self, called: str, said: Said) -> Said:
         """Take DeepSpeed's settings, where the arguments have them as a dict."""

@@ -10,13 +10,12 @@ from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
 from shardwise.lint.script_bound import REPLACE, Bound, remembered
 from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
-from shardwise.lint.script_names import Said, changes_by, path_of, rest_of
+from shardwise.lint.script_names import Said, changes_by, dotted, path_of, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 MOST_READ = 20_000  # entries of dicts of a script
 MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
 DEEPEST = 60  # expressions within one another
-MOST_BOUND = 50  # values of one name; of more, none is known
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
 _ASKED: list[Any] = []  # of an argument whose values are just being read
@@ -184,17 +183,14 @@ class Values(Bound):
     def _next(self, node: ast.AST) -> list[Any]:
         """What a node may stand for; None, or nothing, where only a run knows."""
         match node:
-            case ast.Name(id=name):
-                found = next(
-                    (f for scope in self.flow.scopes(node) if (f := self._bound.get((scope, name)))), []
-                )
-                several = self._defaults and len(found) > 1
-                known = found if len(found) <= MOST_BOUND else []
-                return [one for one in known if not several or one is None or self.flow.runs(one)]
+            case ast.Name():
+                return self.named(node)
             case ast.Attribute(value=holder, attr=name):
                 return self._attribute(holder, name)
             case ast.arg():
                 return self._given(node)
+            case ast.NamedExpr(value=value):
+                return [value]
             case ast.Subscript(value=holder, slice=key):
                 return self._item(holder, key)
             case ast.Call(func=ast.Attribute(attr="get", value=holder), args=[key, *other]):
@@ -216,9 +212,8 @@ class Values(Bound):
         """What was stored there, or what `_of_made` says."""
         if name == "value" and isinstance(member := self.meant(holder), ast.Constant):  # of an Enum
             return [member]
-        path = f"{ast.unparse(holder)}.{name}".partition(".")[2]
-        if self._uses["from_cli"] and (flag := self._inputs.flag([path])):
-            return [flag]  # which OmegaConf puts over what files say
+        if given := self.configured(holder, name):
+            return given
         stores = self._stores.get(name, [])
         text, made = ast.unparse(holder) if stores else "", None
         if isinstance(holder, ast.Name) and stores:
@@ -290,12 +285,15 @@ class Values(Bound):
         return own or [value for values in inherited for value in values]
 
     def _item(self, holder: ast.expr, name: ast.expr, other: Sequence[ast.expr] = ()) -> list[Any]:
+        if given := self.configured(holder, getattr(name, "value", None)):
+            return given
         made = self.meant(holder)
         if isinstance(made, ast.Call) and name_of(made.func) in names("as_a_mapping") and made.args:
             text = self.value(name)  # a flag or a field, of the arguments as a mapping
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
-            path = f"{ast.unparse(holder)}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
+            path = f"cfg{dotted(holder, self._next)}" if self._uses["hydra"] else ast.unparse(holder)
+            path = f"{path}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
             # without a use of the name, which may be a flag
             return self._inputs.at(path) if ARGUMENTS.match(path.partition(".")[0]) else []
         self._held = self._held | {made}

@@ -35,6 +35,9 @@ _PIECE = re.compile(
 _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
 _SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
+_SRUN = re.compile(
+    r"^[^#\n]{0,200}\bsrun[ \t]((?:\\\n|[^\\\n]){0,1000}?)\b(?:python3?|torchrun|accelerate)\s", re.MULTILINE
+)
 _OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGnJ])[\s=]*)(?!-)(\S+)")
 _LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks", "J": "job-name"}
 _SLURM = table("slurm")
@@ -42,7 +45,10 @@ _SLURM = table("slurm")
 
 def header(text: str) -> dict[str, str]:
     """What a script asks of Slurm, by the long names of the options."""
-    rows = _SBATCH.findall(text)
+    return _options(_SBATCH.findall(text))
+
+
+def _options(rows: list[str]) -> dict[str, str]:
     return {long or _LONG[short]: value for row in rows for long, short, value in _OPTION.findall(row)}
 
 
@@ -63,7 +69,8 @@ class Variables:
 
     def __init__(self, text: str, read: list[Command]) -> None:
         self._known = dict[str, Value]()
-        for name, value in header(text).items():
+        started = _SRUN.findall(text)  # whose options count more than the head's
+        for name, value in (header(text) | _options(started if len(started) == 1 else [])).items():
             count = value.rpartition(":")[2] if name in ("gpus-per-node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
         later = [one.text for one in read if one.repeated]

@@ -84,12 +84,14 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
 def _fsdp(document: Document, setup: Setup) -> Translated:
     assumed = [] if document.number(FSDP, "fsdp_version") == 2 else ["FSDP2 instead of FSDP1"]
     names_ = ("fsdp_reshard_after_forward", "reshard_after_forward", "fsdp_sharding_strategy")
-    asked = {str(document.get(FSDP, name)) for name in names_}
+    words = re.findall(r"\w+", str(document.get("fsdp")).upper())  # the Trainer's `full_shard offload`
+    asked = {*words, *(str(document.get(FSDP, name)) for name in names_)}
     reshard = not asked & {"False", "false", "SHARD_GRAD_OP", "2"}
     strategy: dict[str, Any] = {"engine": "fsdp2", "reshard": reshard}
     if asked & {"NO_SHARD", "3"}:
         strategy = {"engine": "ddp"}
-    if document.on(FSDP, "fsdp_offload_params") or document.on(FSDP, "offload_params"):
+    offloads = any(document.on(FSDP, name) for name in ("fsdp_offload_params", "offload_params"))
+    if offloads or "OFFLOAD" in asked:
         strategy["offload_parameters"] = "cpu"
     keys = ("fsdp_activation_checkpointing", "activation_checkpointing")  # accelerate's, and Axolotl's
     checkpointing = any(document.on(FSDP, name) for name in keys)

@@ -66,7 +66,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
             filled = any(_WORDS[way].search(one.text) for way in ("fills", "updates"))
-            settings = [part for part in plain if part.kind == "training" and filled]
+            known = [part for part in plain if part.kind == "training" or _ARGUMENTS & part.values.keys()]
+            settings = known if filled else []
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)

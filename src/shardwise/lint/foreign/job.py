@@ -27,6 +27,7 @@ from shardwise.lint.translate import translate
 _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
 _EVALUATES = {"eval_strategy", "evaluation_strategy", "**"}  # without them a Trainer does not
+_TEST_ROWS = re.compile(r"""["']test["']|\.values\(\)|\.test\b""")  # of train_test_split
 _SHARED = ("fsdp2", '{"engine": "ddp"}')  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
@@ -59,10 +60,14 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
     if by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
         evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
+    splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
+    if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
+        evaluates = "no"
     if evaluates in _NO_STEPS[1:]:
         stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
-        held_out = [one for one in stated if one.key == "data.eval_fraction"]
-        stated += [one._replace(key="train.eval_every", value="0") for one in held_out[:1]]
+        asks = any("write data.eval_fraction" in one for one in said)
+        held_out = [one for one in stated if asks or one.key == "data.eval_fraction"]
+        stated += [one._replace(key="train.eval_every", value="0", word=False) for one in held_out[:1]]
     if saves in _NO_STEPS:  # whatever `save_steps` is by default
         stated = [one for one in stated if one.key != "train.save_every" or one.word]
     if setup.launched == 1:  # which has nothing to share

@@ -61,6 +61,7 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         given = [one for one in named if one[3] not in (None, 0, "", "none", "None")]
         if key == _OWN_LOSS:  # and what a script computes of losses to show them
             given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
+            given = [one for one in given if not _of_another_method(one[1], documents)]
         by_name = [one for one in given if pattern.search(one[1]) or pattern.search(_last(one[1]))]
         given = by_name or given
         switched = any(value is True or (value is ... and one.syntax != "python") for one, *_, value in given)
@@ -110,6 +111,13 @@ def _is_of(key: str, name: str, value: Any) -> bool:
         return bool(_ROWS.search(value))
     in_value = key.startswith("model.") and isinstance(value, str) and _CONCEPTS[key].search(value)
     return bool(_CONCEPTS[key].search(name) or _CONCEPTS[key].search(_last(name)) or in_value)
+
+
+def _of_another_method(name: str, documents: Sequence[Document]) -> bool:
+    """Whether scripts give a setting to calls of other methods alone: `DPOConfig(beta=args.beta)`."""
+    taken = re.compile(rf"\b(\w+)\((?:[^()]|\([^()]*\)){{0,2000}}?\b{re.escape(_last(name))} *=(?!=)")
+    called = [one for part in documents for one in taken.findall(part.text) if part.syntax == "python"]
+    return bool(called) and all(map(_METHOD.search, called))
 
 
 def _last(name: str) -> str:
