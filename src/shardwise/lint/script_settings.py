@@ -30,6 +30,7 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_SEEDS_ALL = re.compile(r"(torch\.(\w+\.)?)?manual_seed")
 _OF_PROCESS = re.compile(r"(?i)rank|proc(ess|id)|seed_offset")  # names of what each process has of its own
 _LIBRARIES = sys.stdlib_module_names | {*names("libraries")}
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
@@ -208,6 +209,8 @@ class Settings:
         places = self.calls.get(last, "").split()
         if last == "clip_grad_norm_" and len(call.args) == 1:  # FSDP's own: `model.clip_grad_norm_(1.0)`
             places = places[1:]
+        if last == "manual_seed" and not _SEEDS_ALL.fullmatch(ast.unparse(call.func)):
+            places = []  # of a generator of the script's own
         said = self.known.arguments(call)
         given = {key[0] for key in said}
         for name, value in zip(places, call.args, strict=False):

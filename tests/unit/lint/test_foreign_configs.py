@@ -189,3 +189,9 @@ def test_a_file_cut_into_rows_is_packed(tmp_path, monkeypatch) -> None:
     cut = "ids = tok(open('a.txt').read())['input_ids']\nrows = [ids[i:i+n] for i in range(0, len(ids), n)]"
     files = {"train.py": NANO.replace("loader", f"{cut}\nloader", 1)}
     check_case((files, {"data.packing": True}, (), ()), tmp_path, monkeypatch)
+
+
+def test_a_generators_seed_is_not_the_runs(tmp_path, monkeypatch) -> None:
+    own = "rng = torch.Generator()\nrng.manual_seed(42 + 1)\ntorch.Generator().manual_seed(3)\n"
+    files = {"train.py": NANO.replace("batch_size = 12", own + "torch.manual_seed(1337)\nbatch_size = 12", 1)}
+    check_case((files, {"train.seed": 1337}, (), ()), tmp_path, monkeypatch)
