@@ -12,6 +12,7 @@ from shardwise.lint.script_values import Values
 
 _ENGINE_STEPS = re.compile(toml_file("foreign.toml")["row_words"]["engine_steps"])
 _COUNTER = re.compile(r"(?i)step|iter|update|^it$|(^|\.)i$")
+_STEP = re.compile(r"(?i)\b(?!\w*(sched|lr|prof|bar|engine))\w+\.step\(")  # of an optimizer, or its scaler
 _ENDS = ast.Lt | ast.Gt | ast.GtE | ast.Eq
 _DOES = {name: re.compile(words) for name, words in toml_file("foreign.toml")["does"].items()}
 
@@ -37,10 +38,40 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
         key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]
     elif ".backward(" in text:
-        key = "range(steps)" if ".step()" in text else "accumulation"
+        key = "range(steps)" if ".step(" in text else "accumulation"
     if len(counts) == 2 and known.value(counts[0]) == 1:
         end = ast.BinOp(left=end, op=ast.Sub(), right=counts[0], lineno=loop.lineno)
+    if key == "range(steps)" and of_a_job:
+        if ".accumulate(" in text:
+            return said | {(key,): (loop.lineno, UNKNOWN)}
+        end = _in_steps(end, _accumulates(loop))
     return said | (known.entries(end, (key,)) if key == "range(epochs)" or (key and of_a_job) else {})
+
+
+def _accumulates(loop: ast.For | ast.While) -> list[ast.expr]:
+    """Of how many of a loop's turns one makes a step of the optimizer: `if (i + 1) % 8 == 0`."""
+    turns = _own_parts(loop)
+    calls = [one for one in turns if isinstance(one, ast.Expr) and _STEP.search(ast.unparse(one))]
+    last = max((one.lineno for one in calls), default=0)
+    made = list[ast.expr]()
+    for one in (one for one in turns if isinstance(one, ast.If)):
+        skips = isinstance(one.body[-1], ast.Continue) and one.lineno < last
+        if skips or _STEP.search("\n".join(map(ast.unparse, one.body))):
+            sums = [part for part in ast.walk(one.test) if isinstance(part, ast.BinOp)]
+            made += [part.right for part in sums if isinstance(part.op, ast.Mod)]
+    return made
+
+
+def _own_parts(loop: ast.For | ast.While) -> list[ast.AST]:
+    """The parts of a loop that are in no loop inside it."""
+    parts = [*ast.walk(loop)]
+    inner = {part for one in parts[1:] if isinstance(one, ast.For | ast.While) for part in ast.walk(one)}
+    return [one for one in parts if one not in inner]
+
+
+def _in_steps(count: ast.expr, every: list[ast.expr]) -> ast.expr:
+    """A count of micro-batches as one of steps."""
+    return ast.BinOp(left=count, op=ast.FloorDiv(), right=every[0], lineno=count.lineno) if every else count
 
 
 def _ends(loop: ast.For | ast.While, known: Values) -> Said:
@@ -69,17 +100,18 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
 
 def _conditions(loop: ast.For | ast.While, known: Values) -> Said:
     """How often a loop saves and evaluates; not known where it counts batches, several of a step."""
-    said, parts, batch = Said(), [*ast.walk(loop)], ""
-    inner = {part for one in parts[1:] if isinstance(one, ast.For | ast.While) for part in ast.walk(one)}
+    said, batch, turn = Said(), "", ast.unparse(loop.target) if isinstance(loop, ast.For) else "(?!)"
+    turns = _accumulates(loop)
     if isinstance(loop, ast.For) and "enumerate(" in ast.unparse(loop.iter) and "accum" in ast.unparse(loop):
         batch = ast.unparse(loop.target)
-    for part in parts:
-        if isinstance(part, ast.If) and part not in inner and known.runs(part):
+    for part in _own_parts(loop):
+        if isinstance(part, ast.If) and known.runs(part):
             sums = [one for one in ast.walk(part.test) if isinstance(one, ast.BinOp)]
             text = "\n".join(map(ast.unparse, part.body))  # a condition further inside counts more
             for one in [one for one in sums if isinstance(one.op, ast.Mod)][:1]:
                 micro = re.search(rf"\b{ast.unparse(one.left)}\b", batch)
                 for key in (key for key, does in _DOES.items() if does.search(text)):
-                    every = known.entries(one.right, (key,), part.lineno)
+                    micro_batches = turns if re.search(rf"\b{turn}\b", ast.unparse(one.left)) else []
+                    every = known.entries(_in_steps(one.right, micro_batches), (key,), part.lineno)
                     said |= {(key,): (part.lineno, UNKNOWN)} if micro else every
     return said

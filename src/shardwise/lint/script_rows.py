@@ -18,6 +18,7 @@ _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
+_PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
@@ -73,12 +74,16 @@ class Rows:
             longest = max((one for one in texts if one in text or one[:2] != "f'"), key=len, default="")
             shown = parts[1] if isinstance(made, ast.Lambda) and parts[1:] else made
             return _by(kind, shown, longest)
+        fields = dict[str, int]()
         for one in calls:
             match one.args[:1]:
-                case [ast.Subscript(slice=ast.Constant(value=str(field)))] if field != "text":
+                case [ast.Subscript(slice=ast.Constant(value=str(field)))]:
                     if re.search("tok(?!.*template)", name_of(one.func).lower()):
-                        return {("tokenised field",): (one.lineno, field)}
-        return {}
+                        fields.setdefault(field, one.lineno)
+        if len(fields) > 1:  # a prompt and its answer, joined as tokens
+            return {} if {*fields} == _PAIR else _by("text", made, " + ".join(fields))
+        fields.pop("text", None)
+        return {("tokenised field",): (line, field) for field, line in fields.items()}  # noqa: B035 - one
 
     def prompts(self, after: Collection[ast.AST]) -> Said:
         """Text around the fields of rows, where no call shows which function makes it."""

@@ -20,7 +20,8 @@ _S = r"(?:[ \t]|\\\n)"  # between words
 _STOP = r"(?!deepspeed|torchrun|accelerate|python|srun|\w+=)"
 _PREFIX = r"(?:exec|nohup|time|env|(?:uv|poetry|pipenv|conda)[ \t]+run|numactl|stdbuf|setsid|nice|timeout)"
 _OPTIONS = rf"(?:[ \t]++(?:-\S++(?:[ \t]++{_STOP}(?!-)[\w.:,-]++(?=[ \t]))?|\d\w*+))*+"  # of a prefix
-_BEFORE = rf"^{_S}*+(?:(?:\w++=\S*+|{_PREFIX}{_OPTIONS}){_S}++)*+(?:srun\b[^\n]{{0,2000}}?{_S})?"
+_WRAP = r"sbatch[ \t][^\n]{0,2000}?--wrap[ \t=]+[\"']"
+_BEFORE = rf"^{_S}*+(?:(?:\w++=\S*+|{_PREFIX}{_OPTIONS}){_S}++)*+(?:{_WRAP})?(?:srun\b[^\n]{{0,2000}}?{_S})?"
 _BEFORE += r"(?:(?:/bin/)?(?:ba)?sh[ \t]+-l?c[ \t]+[\"'])?"
 _RUN = r"(?:[\w.~/-]{0,200}/)?python3?[ \t]+(?:-u[ \t]+)?-m[ \t]+torch\.distributed\.(?:run|launch)"
 _COMMAND = re.compile(

@@ -36,7 +36,8 @@ _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
 _SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
 _SRUN = re.compile(
-    r"^[^#\n]{0,200}\bsrun[ \t]((?:\\\n|[^\\\n]){0,1000}?)\b(?:python3?|torchrun|accelerate)\s", re.MULTILINE
+    r"^[^#\n]{0,200}?\b(?:srun|sbatch)[ \t]((?:\\\n|[^\\\n]){0,1000}?)\b(?:python3?|torchrun|accelerate)\s",
+    re.MULTILINE,
 )
 _OPTION = re.compile(r"(?<!\S)(?:--([a-z-]+)(?:=|\s+)|-([NpCGnJ])[\s=]*)(?!-)(\S+)")
 _LONG = {"N": "nodes", "p": "partition", "C": "constraint", "G": "gpus", "n": "ntasks", "J": "job-name"}

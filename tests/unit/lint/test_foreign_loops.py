@@ -205,6 +205,44 @@ CASES["labels: by a flag"] = (
     (),
 )
 
+TURNS = """\
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
+for step in range(4000):
+    loss = model(**next(rows)).loss / 8
+    loss.backward()
+    STEP
+    if step % 800 == 0:
+        model.save_pretrained("out")
+"""
+BY_EIGHT = {"train.steps": 500, "train.save_every": 100}
+EVERY_TURN = {"train.steps": 4000, "train.save_every": 800}
+CASES |= {
+    f"turns of a loop over steps: {name}": ({"train.py": TURNS.replace("STEP", step)}, values, to_do, ())
+    for name, (step, values, to_do) in {
+        "each": ("optimizer.step()", EVERY_TURN, ()),
+        "each, and a rate's every 10": (
+            "optimizer.step()\n    if step % 10 == 0:\n        scheduler.step()",
+            EVERY_TURN,
+            (),
+        ),
+        "one of eight": ("if (step + 1) % 8 == 0:\n        optimizer.step()", BY_EIGHT, ()),
+        "one of eight, by a scaler": (
+            "if (step + 1) % 8 == 0:\n        scaler.step(optimizer)\n        scaler.update()",
+            BY_EIGHT,
+            (),
+        ),
+        "seven skipped": ("if (step + 1) % 8:\n        continue\n    optimizer.step()", BY_EIGHT, ()),
+        "those of accelerate": (
+            "with accelerator.accumulate(model):\n        optimizer.step()",
+            {"train.steps": None},
+            ("write train.steps",),
+        ),
+    }.items()
+}
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_script_does_with_rows_and_steps(

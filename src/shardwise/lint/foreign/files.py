@@ -39,6 +39,7 @@ _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a scr
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
+_EACH = ("gpu", "auto")  # of --nproc_per_node: as many processes as GPUs
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
@@ -253,10 +254,12 @@ def _with_gpus(command: Document) -> Document:
     """The command with the number of GPUs that it lists, or that SLURM gives it."""
     values = dict(command.values)
     in_file = values["launcher"] == "accelerate" and "config_file" in values
+    asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
+    if values.get("nproc_per_node") in _EACH and asked.isdecimal():
+        values["nproc_per_node"] = int(asked)
     if not in_file and not any(name in values for name in _GPUS):
         shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
         shown = str(values.get("include", shown)).rpartition(":")[2]
-        asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
         if "srun" in command.text and str(values["launcher"]).startswith("python"):
             names = ("SLURM_NTASKS_PER_NODE", "SLURM_GPUS_ON_NODE")
             count = next((command.environment[one] for one in names if one in command.environment), "")

@@ -21,6 +21,7 @@ from shardwise.lint.foreign.reads import unread
 from shardwise.lint.foreign.statements import statements, unsaid
 from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup, of_script
 from shardwise.lint.translate import translate
 
@@ -58,7 +59,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
     by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
-    if by_trainer and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
+    by_factory = any({*names("of_llama_factory")} & one.values.keys() for one in documents)
+    if (by_trainer or by_factory) and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
         evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
     splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
     if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
@@ -109,6 +111,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         asked |= {"train.seed"}
     assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)
     assumed += [f"{key}={value}" for key, value in numbers.items()]
+    assumed += ["train.eval_every=0"] * (evaluates in _NO_STEPS[1:] and "data.eval_fraction" in found)
     said += resolve.conflicts(stated)
     said += to_do
     parts = [*(one.split("=") for one in assumed), *((one.key, one.value) for one in stated)]
