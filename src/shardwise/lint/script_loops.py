@@ -89,7 +89,8 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
         adds = [one for one in adds if ends and ast.unparse(one.target) == ast.unparse(test.left)]
         if len(adds) != 1 or not _COUNTER.search(ast.unparse(adds[0].target)):
             continue
-        end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping)
+        synced = [one for one in inner if "sync_gradients" in ast.unparse(one.test)]  # Accelerate's
+        end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping + synced)
         if not inside and len(every) == 1:  # it counts micro-batches
             end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
         elif not inside and (stepping or "accum" in ast.unparse(loop)):

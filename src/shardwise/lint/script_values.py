@@ -259,6 +259,9 @@ class Values(Bound):
             own = ARGUMENTS.match(text.removeprefix("self.").partition(".")[0])
             if own and (held := self._inputs.at(f"{text}.{name}")):
                 return held
+        path = f"{dotted(holder, self._next)}.{name}".lstrip(".")
+        if "." in path and (flag := self._inputs.flag([path])):
+            return [flag]  # tyro's `--optim.lr`
         presets = [self.presets, self._far][:: -1 if made and self._links.away(made) else 1]
         known = self._fields(maker, name) or presets[0].of(name) or presets[1].of(name)
         root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")

@@ -100,6 +100,121 @@ CASES |= {
     ),
 }
 
+NESTED = """\
+import torch, tyro
+from dataclasses import dataclass, field
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, get_scheduler
+@dataclass
+class Optim:
+    lr: float = 5e-6
+    warmup: int = 20
+@dataclass
+class Config:
+    context: int = 768
+    updates: int = 1500
+    optim: Optim = field(default_factory=Optim)
+def main(cfg):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    def group(batch):
+        ids = sum((tok(t).input_ids for t in batch["text"]), [])
+        return {"input_ids": [ids[i : i + cfg.context] for i in range(0, len(ids), cfg.context)]}
+    rows = load_dataset("json", data_files="d.jsonl", split="train").map(group, batched=True)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr)
+    each = accelerator.num_processes
+    sched = get_scheduler("cosine", optimizer, num_warmup_steps=cfg.optim.warmup * each, num_training_steps=cfg.updates * accelerator.num_processes)
+    PREPARE
+    done = 0
+    while done < cfg.updates:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step(); sched.step(); optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+main(tyro.cli(Config))
+"""
+PREPARE = "model, optimizer, loader, sched = accelerator.prepare(model, optimizer, loader, sched)"
+LAUNCH = "accelerate launch --num_processes 4 train.py --optim.lr 1e-5 --updates 3000\n"
+CASES |= {
+    "a field of a field, by a command": (
+        {"train.py": NESTED.replace("PREPARE", PREPARE), "run.sh": LAUNCH},
+        {
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.warmup_steps": 20,
+            "train.steps": 3000,
+            "data.sequence_length": 768,
+        },
+        (),
+        ("conflict",),
+    ),
+    "a schedule that Accelerate does not step": (
+        {"train.py": NESTED.replace("PREPARE", "pass"), "run.sh": LAUNCH},
+        {"optimizer.warmup_steps": 80},
+        (),
+        (),
+    ),
+}
+
+CLI = """\
+import torch
+import lightning as L
+from lightning.pytorch.cli import LightningCLI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+class Net(L.LightningModule):
+    def __init__(self, name: str = "gpt2", lr: float = 5e-5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForCausalLM.from_pretrained(name)
+    def training_step(self, batch, _):
+        return self.model(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+class Rows(L.LightningDataModule):
+    def __init__(self, size: int = 8):
+        super().__init__()
+        self.save_hyperparameters()
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(rows, batch_size=self.hparams.size)
+LightningCLI(Net, Rows)
+"""
+LIGHTNING = (
+    "seed_everything: 21\ntrainer: {devices: 4, precision: bf16-mixed, max_epochs: 2, accumulate_grad_batches: 2, "
+    "gradient_clip_val: 0.7, strategy: STRATEGY}\nmodel: {name: a/b, lr: 2.0e-4}\ndata: {size: 6}\n"
+)
+WITH_CLASS = (
+    "{class_path: lightning.pytorch.strategies.FSDPStrategy, init_args: {sharding_strategy: FULL_SHARD}}"
+)
+BY_CLI = {
+    "model.source": "a/b",
+    "optimizer.learning_rate": 1e-4,
+    "optimizer.clip_norm": 0.7,
+    "train.epochs": 3,
+    "train.seed": 21,
+    "train.precision": "bf16",
+    "train.global_batch": 48,
+    "train.micro_batch": 6,
+}
+CASES |= {
+    f"LightningCLI with {name}": (
+        {
+            "train.py": CLI,
+            "conf.yaml": LIGHTNING.replace("STRATEGY", strategy),
+            "run.sh": "python train.py fit --config conf.yaml --trainer.max_epochs 3 --model.lr 1e-4\n",
+        },
+        BY_CLI | {"strategy": spread},
+        (),
+        ("conflict", "not understood", "model.lr"),
+    )
+    for name, strategy, spread in [
+        ("a word", "ddp", {"engine": "ddp"}),
+        ("a class", WITH_CLASS, "fsdp2"),
+    ]
+}
+CASES["LightningCLI without a file"] = ({"train.py": CLI}, {}, ("gives it arguments",), ())
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_easy_to_miss(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
