@@ -97,7 +97,7 @@ class Rows:
                     if at == to and "batch" not in ast.unparse(size):
                         found[self._known.value(size)] = size.lineno
         rows = [(line, length) for length, line in found.items()]
-        return {("[i:i+n]",): rows[0]} if len(rows) == 1 else {}
+        return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
 
     def prompts(self, after: Collection[ast.AST]) -> Said:
         """Text around the fields of rows, where no call shows which function makes it."""

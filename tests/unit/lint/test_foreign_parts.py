@@ -213,6 +213,12 @@ CASES |= {
         ("a class", WITH_CLASS, "fsdp2"),
     ]
 }
+CASES["pieces of a length that only a run knows"] = (
+    {"train.py": NESTED.replace("PREPARE", PREPARE).replace("768", "make()"), "run.sh": LAUNCH},
+    {"data.sequence_length": None},
+    (),
+    ("[i:i+n]",),
+)
 CASES["LightningCLI without a file"] = ({"train.py": CLI}, {}, ("gives it arguments",), ())
 
 
