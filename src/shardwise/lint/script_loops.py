@@ -23,7 +23,9 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if of_a_job and _ENGINE_STEPS.match(text):
         said["engine.step()",] = loop.lineno, True
     if of_a_job and ".backward(" in text:
-        said |= _conditions(loop, known) | ({} if said else _ends(loop, known))
+        for every in _accumulates(loop)[:1]:
+            said |= known.entries(every, ("accumulation",))
+        said |= _conditions(loop, known) | ({} if ("engine.step()",) in said else _ends(loop, known))
     if isinstance(loop, ast.While):
         return said
     calls = (one for one in ast.walk(known.meant(loop.iter)) if isinstance(one, ast.Call))

@@ -18,6 +18,7 @@ MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
 DEEPEST = 60  # expressions within one another
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
+_PART = re.compile(r"\['(\w+)'\]")  # `["train"]`
 _ASKED: list[Any] = []  # of an argument whose values are just being read
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 
@@ -296,6 +297,7 @@ class Values(Bound):
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
             path = f"cfg{dotted(holder, self._next)}" if self._uses["hydra"] else ast.unparse(holder)
+            path = _PART.sub(r".\1", path)
             path = f"{path}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
             # without a use of the name, which may be a flag
             return self._inputs.at(path) if ARGUMENTS.match(path.partition(".")[0]) else []

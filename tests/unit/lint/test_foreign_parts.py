@@ -221,6 +221,66 @@ CASES["pieces of a length that only a run knows"] = (
 )
 CASES["LightningCLI without a file"] = ({"train.py": CLI}, {}, ("gives it arguments",), ())
 
+OMEGA = """\
+import sys, torch
+from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from transformers import AutoModelForCausalLM
+cfg = OmegaConf.merge(OmegaConf.load(sys.argv[1]), OmegaConf.from_cli(sys.argv[2:]))
+torch.manual_seed(cfg["run"]["seed"] + rank)
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+loader = torch.utils.data.DataLoader(rows, batch_size=8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr)
+ramp = LinearLR(optimizer, FIRST, 1.0, total_iters=RAMP)
+schedule = SequentialLR(optimizer, [ramp, CosineAnnealingLR(optimizer, T_max=len(loader))], milestones=[50])
+for epoch in range(2):
+    for i, batch in enumerate(loader):
+        (model(**batch).loss / cfg.train.accum).backward()
+        if (i + 1) % cfg.train.accum:
+            continue
+        optimizer.step(); schedule.step(); optimizer.zero_grad()
+"""
+RUN = {
+    "c.yaml": "run: {seed: 3}\ntrain: {lr: 1.0e-4, accum: 4}\n",
+    "run.sh": "torchrun --nproc_per_node 2 train.py c.yaml train.lr=2e-4\n",
+}
+OF_OMEGA = {"train.seed": 3, "optimizer.learning_rate": 2e-4, "train.global_batch": 64}
+ANOTHER = "trained with another schedule"
+
+
+def ramped(first: str, steps: str) -> dict[str, str]:
+    return RUN | {"train.py": OMEGA.replace("FIRST", first).replace("RAMP", steps)}
+
+
+CASES |= {
+    "a ramp before a cosine": (
+        ramped("0.01", "50"),
+        OF_OMEGA | {"optimizer.warmup_steps": 50},
+        (),
+        (ANOTHER, "understood"),
+    ),
+    "a ramp from a half": (ramped("0.5", "50"), {"optimizer.warmup_steps": 50}, (ANOTHER,), ()),
+    "a ramp that only a run knows": (
+        ramped("0.01", "warm()"),
+        {"optimizer.warmup_steps": None},
+        ("write optimizer.warmup_steps",),
+        (),
+    ),
+}
+
+CASES["rows of a flag that a class of the script's opens"] = (
+    {
+        "train.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train_path', default='data/rows.jsonl')\n"
+        "args = p.parse_args()\n"
+        + OMEGA.replace("batch_size=8", "batch_size=8, shuffle=True").replace(
+            "(rows,", "(Rows(args.train_path),"
+        )
+    },
+    {},
+    ("train_path data/rows.jsonl: not understood; write data.train",),
+    ("data.train: no file says it",),
+)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_easy_to_miss(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
