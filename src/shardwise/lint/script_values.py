@@ -211,7 +211,8 @@ class Values(Bound):
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
         """What was stored there, or what `_of_made` says."""
-        if name == "value" and isinstance(member := self.meant(holder), ast.Constant):  # of an Enum
+        member = self.meant(holder) if name == "value" else holder
+        if member is not holder and literal(member) != UNKNOWN:  # of an Enum
             return [member]
         if given := self.configured(holder, name):
             return given
@@ -297,7 +298,7 @@ class Values(Bound):
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
             path = f"cfg{dotted(holder, self._next)}" if self._uses["hydra"] else ast.unparse(holder)
-            path = _PART.sub(r".\1", path)
+            path = _PART.sub(r".\1", path) if self._uses["OmegaConf"] else path
             path = f"{path}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
             # without a use of the name, which may be a flag
             return self._inputs.at(path) if ARGUMENTS.match(path.partition(".")[0]) else []

@@ -281,6 +281,20 @@ CASES["rows of a flag that a class of the script's opens"] = (
     ("data.train: no file says it",),
 )
 
+ENUM = (
+    "import torch\nfrom enum import Enum\nclass Kind(Enum):\n    HALF = torch.bfloat16\n    FULL = torch.float32\n"
+    "kind = Kind.HALF\nfrom transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained('gpt2')\n"
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\nmicro_bs = 6\nfor step in range(9):\n"
+    "    with torch.autocast('cuda', dtype=kind.value):\n        loss = model(**take(micro_bs)).loss\n"
+    "    loss.backward()\n    optimizer.step()\n"
+)
+CASES["a number type of an Enum, and rows of a batch by a short name"] = (
+    {"train.py": ENUM},
+    {"train.precision": "bf16", "train.micro_batch": 6},
+    ("micro_bs 6: not understood; write train.micro_batch",),
+    (),
+)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_easy_to_miss(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
