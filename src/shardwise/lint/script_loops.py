@@ -23,7 +23,9 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if of_a_job and _ENGINE_STEPS.match(text):
         said["engine.step()",] = loop.lineno, True
     if of_a_job and ".backward(" in text:
-        said |= _conditions(loop, known) | ({} if said else _ends(loop, known))
+        for every in _accumulates(loop)[:1]:
+            said |= known.entries(every, ("accumulation",))
+        said |= _conditions(loop, known) | ({} if ("engine.step()",) in said else _ends(loop, known))
     if isinstance(loop, ast.While):
         return said
     calls = (one for one in ast.walk(known.meant(loop.iter)) if isinstance(one, ast.Call))
@@ -89,7 +91,8 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
         adds = [one for one in adds if ends and ast.unparse(one.target) == ast.unparse(test.left)]
         if len(adds) != 1 or not _COUNTER.search(ast.unparse(adds[0].target)):
             continue
-        end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping)
+        synced = [one for one in inner if "sync_gradients" in ast.unparse(one.test)]  # Accelerate's
+        end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping + synced)
         if not inside and len(every) == 1:  # it counts micro-batches
             end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
         elif not inside and (stepping or "accum" in ast.unparse(loop)):

@@ -18,6 +18,7 @@ _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
+_LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
@@ -84,6 +85,19 @@ class Rows:
             return {} if {*fields} == _PAIR else _by("text", made, " + ".join(fields))
         fields.pop("text", None)
         return {("tokenised field",): (line, field) for field, line in fields.items()}  # noqa: B035 - one
+
+    def cut(self, marks: Collection[str]) -> Said:
+        """The length of the pieces of tokens, where no setting is one: `ids[i : i + length]`."""
+        if "packed()" not in marks or any(map(_LENGTH.search, marks)):
+            return {}
+        found = dict[Any, int]()
+        for one in self._nodes:
+            match one:
+                case ast.Slice(lower=ast.Name(id=at), upper=ast.BinOp(ast.Name(id=to), ast.Add(), size)):
+                    if at == to and "batch" not in ast.unparse(size):
+                        found[self._known.value(size)] = size.lineno
+        rows = [(line, length) for length, line in found.items()]
+        return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
 
     def prompts(self, after: Collection[ast.AST]) -> Said:
         """Text around the fields of rows, where no call shows which function makes it."""

@@ -31,6 +31,7 @@ _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
 _SEEDS_ALL = re.compile(r"(torch\.(\w+\.)?)?manual_seed")
+_STEPS = {"num_warmup_steps", "num_training_steps"}  # of a schedule
 _OF_PROCESS = re.compile(r"(?i)rank|proc(ess|id)|seed_offset")  # names of what each process has of its own
 _LIBRARIES = sys.stdlib_module_names | {*names("libraries")}
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
@@ -72,6 +73,7 @@ class Settings:
         froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]
         self._theirs = {alias.name for one in froms for alias in one.names}  # which a file makes
         trainers = {*names("trainers")} - own if calls else set[str]()
+        self._prepared = bool(calls) and re.search(r"(?i)\.prepare\([^)]*sched", text) is not None
         self._loops = not trainers & {*map(_last, made)}  # else those of a callback train nothing
         if calls:
             self._put(self._later_arguments(keys))
@@ -92,6 +94,7 @@ class Settings:
         if calls:
             self._put(self.rows.splits())
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
+            self._put(self.rows.cut({one[0] for one in self.marks}))
             if not any(one[0].startswith("text by") or one == ("formatting_func",) for one in self.marks):
                 self._put(self.rows.prompts(after))
 
@@ -227,13 +230,16 @@ class Settings:
                 said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
         return said
 
-    def _of_all(self, seed: ast.expr) -> ast.expr:
-        """A seed without what each process adds to it: `1337 + rank`."""
-        match made := self.known.meant(seed):
-            case ast.BinOp(left=one, op=ast.Add(), right=other):
-                kept = [part for part in (one, other) if not _OF_PROCESS.search(ast.unparse(part))]
+    def _of_all(self, number: ast.expr) -> ast.expr:
+        """A number without what each process adds to it: `1337 + rank`, `steps * num_processes`."""
+        match made := self.known.meant(number):
+            case ast.BinOp(left=one, op=ast.Add() | ast.Mult(), right=other):
+                texts = {
+                    part: ast.unparse(part) + ast.unparse(self.known.meant(part)) for part in (one, other)
+                }
+                kept = [part for part, text in texts.items() if not _OF_PROCESS.search(text)]
                 return kept[0] if len(kept) == 1 else made
-        return seed
+        return number
 
     def _configured(self, called: str, said: Said) -> Said:
         """Take DeepSpeed's settings, where the arguments have them as a dict."""
@@ -286,6 +292,10 @@ class Settings:
         if (warmup := given.get("num_warmup_steps")) and (share := self._share(warmup)):
             del said["num_warmup_steps",]
             self._put({("warmup_ratio",): (call.lineno, share)})
+        for name in (
+            _STEPS & given.keys() if self._prepared else ()
+        ):  # which Accelerate steps for each process
+            said |= self.known.entries(self._of_all(given[name]), (name,))
         wraps = [one for one in said if one[0].startswith("activation_checkpointing")]  # Lightning's classes
         said |= {one: (said[one][0], True) for one in wraps}
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})

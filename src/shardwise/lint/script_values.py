@@ -18,6 +18,7 @@ MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
 DEEPEST = 60  # expressions within one another
 
 ARGUMENTS = re.compile(r"(?i)^(\w+_)?(args|arguments|config|cfg|opts?|hparams|flags)$")  # made elsewhere
+_PART = re.compile(r"\['(\w+)'\]")  # `["train"]`
 _ASKED: list[Any] = []  # of an argument whose values are just being read
 _COMMANDS = ("fire.Fire", "Fire", "typer.run", "tyro.cli")  # make flags of a function's arguments
 
@@ -210,7 +211,8 @@ class Values(Bound):
 
     def _attribute(self, holder: ast.expr, name: str) -> list[Any]:
         """What was stored there, or what `_of_made` says."""
-        if name == "value" and isinstance(member := self.meant(holder), ast.Constant):  # of an Enum
+        member = self.meant(holder) if name == "value" else holder
+        if member is not holder and literal(member) != UNKNOWN:  # of an Enum
             return [member]
         if given := self.configured(holder, name):
             return given
@@ -259,6 +261,9 @@ class Values(Bound):
             own = ARGUMENTS.match(text.removeprefix("self.").partition(".")[0])
             if own and (held := self._inputs.at(f"{text}.{name}")):
                 return held
+        path = f"{dotted(holder, self._next)}.{name}".lstrip(".")
+        if "." in path and (flag := self._inputs.flag([path])):
+            return [flag]  # tyro's `--optim.lr`
         presets = [self.presets, self._far][:: -1 if made and self._links.away(made) else 1]
         known = self._fields(maker, name) or presets[0].of(name) or presets[1].of(name)
         root, _, path = f"{ast.unparse(holder)}.{name}".partition(".")
@@ -293,6 +298,7 @@ class Values(Bound):
             return self._attribute(made.args[0], text) if isinstance(text, str) and text != UNKNOWN else []
         if (rows := self._rows(made)) is None or self._cut(made in self._held):  # a mapping may hold itself
             path = f"cfg{dotted(holder, self._next)}" if self._uses["hydra"] else ast.unparse(holder)
+            path = _PART.sub(r".\1", path) if self._uses["OmegaConf"] else path
             path = f"{path}.{self.value(name)}" if isinstance(name, ast.Constant) else ""
             # without a use of the name, which may be a flag
             return self._inputs.at(path) if ARGUMENTS.match(path.partition(".")[0]) else []

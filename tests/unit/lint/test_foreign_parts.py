@@ -100,6 +100,201 @@ CASES |= {
     ),
 }
 
+NESTED = """\
+import torch, tyro
+from dataclasses import dataclass, field
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, get_scheduler
+@dataclass
+class Optim:
+    lr: float = 5e-6
+    warmup: int = 20
+@dataclass
+class Config:
+    context: int = 768
+    updates: int = 1500
+    optim: Optim = field(default_factory=Optim)
+def main(cfg):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    def group(batch):
+        ids = sum((tok(t).input_ids for t in batch["text"]), [])
+        return {"input_ids": [ids[i : i + cfg.context] for i in range(0, len(ids), cfg.context)]}
+    rows = load_dataset("json", data_files="d.jsonl", split="train").map(group, batched=True)
+    loader = torch.utils.data.DataLoader(rows, batch_size=2)
+    model = AutoModelForCausalLM.from_pretrained("gpt2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.optim.lr)
+    each = accelerator.num_processes
+    sched = get_scheduler("cosine", optimizer, num_warmup_steps=cfg.optim.warmup * each, num_training_steps=cfg.updates * accelerator.num_processes)
+    PREPARE
+    done = 0
+    while done < cfg.updates:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step(); sched.step(); optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                done += 1
+main(tyro.cli(Config))
+"""
+PREPARE = "model, optimizer, loader, sched = accelerator.prepare(model, optimizer, loader, sched)"
+LAUNCH = "accelerate launch --num_processes 4 train.py --optim.lr 1e-5 --updates 3000\n"
+CASES |= {
+    "a field of a field, by a command": (
+        {"train.py": NESTED.replace("PREPARE", PREPARE), "run.sh": LAUNCH},
+        {
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.warmup_steps": 20,
+            "train.steps": 3000,
+            "data.sequence_length": 768,
+        },
+        (),
+        ("conflict",),
+    ),
+    "a schedule that Accelerate does not step": (
+        {"train.py": NESTED.replace("PREPARE", "pass"), "run.sh": LAUNCH},
+        {"optimizer.warmup_steps": 80},
+        (),
+        (),
+    ),
+}
+
+CLI = """\
+import torch
+import lightning as L
+from lightning.pytorch.cli import LightningCLI
+from transformers import AutoModelForCausalLM, AutoTokenizer
+class Net(L.LightningModule):
+    def __init__(self, name: str = "gpt2", lr: float = 5e-5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = AutoModelForCausalLM.from_pretrained(name)
+    def training_step(self, batch, _):
+        return self.model(**batch).loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+class Rows(L.LightningDataModule):
+    def __init__(self, size: int = 8):
+        super().__init__()
+        self.save_hyperparameters()
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(rows, batch_size=self.hparams.size)
+LightningCLI(Net, Rows)
+"""
+LIGHTNING = (
+    "seed_everything: 21\ntrainer: {devices: 4, precision: bf16-mixed, max_epochs: 2, accumulate_grad_batches: 2, "
+    "gradient_clip_val: 0.7, strategy: STRATEGY}\nmodel: {name: a/b, lr: 2.0e-4}\ndata: {size: 6}\n"
+)
+WITH_CLASS = (
+    "{class_path: lightning.pytorch.strategies.FSDPStrategy, init_args: {sharding_strategy: FULL_SHARD}}"
+)
+BY_CLI = {
+    "model.source": "a/b",
+    "optimizer.learning_rate": 1e-4,
+    "optimizer.clip_norm": 0.7,
+    "train.epochs": 3,
+    "train.seed": 21,
+    "train.precision": "bf16",
+    "train.global_batch": 48,
+    "train.micro_batch": 6,
+}
+CASES |= {
+    f"LightningCLI with {name}": (
+        {
+            "train.py": CLI,
+            "conf.yaml": LIGHTNING.replace("STRATEGY", strategy),
+            "run.sh": "python train.py fit --config conf.yaml --trainer.max_epochs 3 --model.lr 1e-4\n",
+        },
+        BY_CLI | {"strategy": spread},
+        (),
+        ("conflict", "not understood", "model.lr"),
+    )
+    for name, strategy, spread in [
+        ("a word", "ddp", {"engine": "ddp"}),
+        ("a class", WITH_CLASS, "fsdp2"),
+    ]
+}
+CASES["pieces of a length that only a run knows"] = (
+    {"train.py": NESTED.replace("PREPARE", PREPARE).replace("768", "make()"), "run.sh": LAUNCH},
+    {"data.sequence_length": None},
+    (),
+    ("[i:i+n]",),
+)
+CASES["LightningCLI without a file"] = ({"train.py": CLI}, {}, ("gives it arguments",), ())
+
+OMEGA = """\
+import sys, torch
+from omegaconf import OmegaConf
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from transformers import AutoModelForCausalLM
+cfg = OmegaConf.merge(OmegaConf.load(sys.argv[1]), OmegaConf.from_cli(sys.argv[2:]))
+torch.manual_seed(cfg["run"]["seed"] + rank)
+model = AutoModelForCausalLM.from_pretrained("gpt2")
+loader = torch.utils.data.DataLoader(rows, batch_size=8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=cfg.train.lr)
+ramp = LinearLR(optimizer, FIRST, 1.0, total_iters=RAMP)
+schedule = SequentialLR(optimizer, [ramp, CosineAnnealingLR(optimizer, T_max=len(loader))], milestones=[50])
+for epoch in range(2):
+    for i, batch in enumerate(loader):
+        (model(**batch).loss / cfg.train.accum).backward()
+        if (i + 1) % cfg.train.accum:
+            continue
+        optimizer.step(); schedule.step(); optimizer.zero_grad()
+"""
+RUN = {
+    "c.yaml": "run: {seed: 3}\ntrain: {lr: 1.0e-4, accum: 4}\n",
+    "run.sh": "torchrun --nproc_per_node 2 train.py c.yaml train.lr=2e-4\n",
+}
+OF_OMEGA = {"train.seed": 3, "optimizer.learning_rate": 2e-4, "train.global_batch": 64}
+ANOTHER = "trained with another schedule"
+
+
+def ramped(first: str, steps: str) -> dict[str, str]:
+    return RUN | {"train.py": OMEGA.replace("FIRST", first).replace("RAMP", steps)}
+
+
+CASES |= {
+    "a ramp before a cosine": (
+        ramped("0.01", "50"),
+        OF_OMEGA | {"optimizer.warmup_steps": 50},
+        (),
+        (ANOTHER, "understood"),
+    ),
+    "a ramp from a half": (ramped("0.5", "50"), {"optimizer.warmup_steps": 50}, (ANOTHER,), ()),
+    "a ramp that only a run knows": (
+        ramped("0.01", "warm()"),
+        {"optimizer.warmup_steps": None},
+        ("write optimizer.warmup_steps",),
+        (),
+    ),
+}
+
+CASES["rows of a flag that a class of the script's opens"] = (
+    {
+        "train.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--train_path', default='data/rows.jsonl')\n"
+        "args = p.parse_args()\n"
+        + OMEGA.replace("batch_size=8", "batch_size=8, shuffle=True").replace(
+            "(rows,", "(Rows(args.train_path),"
+        )
+    },
+    {},
+    ("train_path data/rows.jsonl: not understood; write data.train",),
+    ("data.train: no file says it",),
+)
+
+ENUM = (
+    "import torch\nfrom enum import Enum\nclass Kind(Enum):\n    HALF = torch.bfloat16\n    FULL = torch.float32\n"
+    "kind = Kind.HALF\nfrom transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained('gpt2')\n"
+    "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)\nmicro_bs = 6\nfor step in range(9):\n"
+    "    with torch.autocast('cuda', dtype=kind.value):\n        loss = model(**take(micro_bs)).loss\n"
+    "    loss.backward()\n    optimizer.step()\n"
+)
+CASES["a number type of an Enum, and rows of a batch by a short name"] = (
+    {"train.py": ENUM},
+    {"train.precision": "bf16", "train.micro_batch": 6},
+    ("micro_bs 6: not understood; write train.micro_batch",),
+    (),
+)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_easy_to_miss(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

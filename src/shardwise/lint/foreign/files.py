@@ -13,6 +13,7 @@ from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
+from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
 from shardwise.lint.foreign.sections import opened, with_settings
@@ -50,6 +51,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     """
     documents, broken = load(files, other="training")
     said += map(_of_part, broken)
+    documents = tuple(with_calls(documents))
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}

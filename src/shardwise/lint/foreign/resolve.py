@@ -22,6 +22,7 @@ from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
 
 BATCH = "train.micro_batch, train.global_batch"
+_LOW = 0.1  # the first rate of a warm-up, as a share, that is as good as 0
 _OF_FILES = ("strategy.nvme_path", "strategy.bucket")  # which belong to the strategy of a DeepSpeed file
 _TOGETHER = ("name", "model.lora.variants")  # `output_dir` and `run_name`; DoRA and rsLoRA
 
@@ -68,6 +69,8 @@ def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> l
 
     A schedule of DeepSpeed's file runs in place of the Trainer's, with the Trainer's warm-up.
     """
+    if ramps := [*_ramps(setup, said)]:
+        return [*(one for one in stated if one.key != "optimizer.warmup_steps"), *ramps]
     schedules = [one.place.partition(" (")[0] for one in stated if one.key == "optimizer.schedule"]
     warmups = [one for one in stated if one.key == "optimizer.warmup_steps"]
     none = [one for one in warmups if one.word and ": lr_scheduler" in one.place]
@@ -78,6 +81,22 @@ def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> l
     lost = [one for one in warmups if one not in none]
     said += [f"left out: {one.place}: the constant schedule has no warm-up" for one in lost]
     return [one for one in stated if one not in lost]
+
+
+def _ramps(setup: Setup, said: list[str]) -> Iterator[Statement]:
+    """The warm-up of SequentialLR, whose first part is LinearLR; a to do where only a run knows it."""
+    for one in setup.documents:
+        if one.has("LinearLR()") and one.has("CosineAnnealingLR()") and "SequentialLR(" in one.text:
+            steps, place = one.section("LinearLR").get("total_iters"), ("LinearLR", "total_iters")
+            at = f"{one.name}:{one.line(place)}: LinearLR.total_iters"
+            if type(steps) is int:
+                first = as_number(one.section("LinearLR").get("start_factor", 1 / 3))
+                if first is not None and first <= _LOW:
+                    said[:] = [text for text in said if not text.startswith(f"changed: {one.name}: LinearLR")]
+                yield Statement("optimizer.warmup_steps", str(steps), at, False)
+            else:
+                said.append(f"to do: {at}: its value could not be read; write optimizer.warmup_steps")
+                yield Statement("optimizer.warmup_steps", "", at, False)
 
 
 def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
