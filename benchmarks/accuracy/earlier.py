@@ -48,6 +48,9 @@ RECORDED = "2026-11-26T18:05"
 ALL_RECORDED = "2026-11-27T07:40"
 """Since then those of all weights are, too."""
 
+UNPACKED = "2026-11-28"
+"""Since then INT8 codes are multiplied by a kernel of ours; before, by torch, which took longer."""
+
 MASKED = "2026-11-26T18:20"
 """Since then models of these types get our masks; before, transformers made them from the positions."""
 
@@ -68,7 +71,8 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
-    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits` and `passes`.
+    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `codes` and `passes`. Of `codes` the
+    time is not predicted as it ran.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -83,6 +87,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "mlp": lora and date < MLP_FUSED,
         "gelu": kind in GELU and date < GELU_FUSED,
         "logits": kind in UNALIGNED and date < GELU_FUSED,
+        "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "passes": engine == "single" and date < (RECORDED if lora else ALL_RECORDED),
     }
     return frozenset(name for name, other in others.items() if other)

@@ -41,11 +41,12 @@ def share(row: dict[str, Any]) -> float | None:
 
 
 def lines() -> Iterator[list[str]]:
-    """Cells of the page's table: row, step, kernels, share, microseconds of a call on the host."""
+    """Cells of the page's table: row, GPU, step, kernels, share, microseconds of a call on the host."""
     for row in profiled():
         waits, call = share(row), row["host_call_seconds_meanwhile"]
         yield [
             f"`{row['id']}`",
+            row["gpu"].split()[1],
             f"{row['step_seconds']:.3f}",
             "?" if waits is None else f"{row['profiled_busy_seconds']:.3f}",
             "?" if waits is None else f"{100 * waits:.1f} %",

@@ -140,7 +140,7 @@ def host(_: Sequence[Comparison]) -> str:
 
 def waits(_: Sequence[Comparison]) -> str:
     """How long the GPU runs no kernel."""
-    head = ["row", "step, s", "kernels, s", "the GPU waits", "a call on the host, us"]
+    head = ["row", "GPU", "step, s", "kernels, s", "the GPU waits", "a call on the host, us"]
     return f"{idle.summary()}\n\n{table(head, [*idle.lines()])}"
 
 

@@ -20,7 +20,7 @@ from shardwise.engines.runtime.protocol import World, build_engine
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Lora, Model, Optimizer
 from shardwise.kernels.fused import apply_fused_kernels
-from shardwise.kernels.quantized_linear import LAYERS
+from shardwise.kernels.quantized_linear import LAYERS, dequantize_int8
 from shardwise.models.build import build_model
 from shardwise.models.families import liger_kernels
 from shardwise.models.structure import checkpoint_blocks
@@ -148,6 +148,15 @@ def values() -> tuple[torch.Tensor, torch.Tensor]:
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(OUT, IN), (7, 12), (3, 8200)])
+def test_int8_codes_times_their_scale_are_torchs_own(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
+    scale = torch.rand(shape[0], device=DEVICE) * 1e-3
+    exact = (codes.float() * scale.unsqueeze(1)).to(dtype)
+    assert torch.equal(dequantize_int8(codes.view(dtype), scale, dtype), exact)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.kernels.target import run_on_cuda
+
 Unpack = Callable[..., Tensor]
 """Computes the weight [O, I] from what a layer stores."""
 
@@ -211,6 +213,7 @@ def _int8_fake(packed: Tensor, _: Tensor, dtype: torch.dtype) -> Tensor:
     return packed.new_empty(packed.shape[0], packed.shape[1] * packed.element_size(), dtype=dtype)
 
 
+run_on_cuda(dequantize_int8, "quantized_linear_triton", "launch")
 dequantize_nf4.register_fake(lambda packed, *others: packed.new_empty(others[-2], dtype=others[-1]))
 
 

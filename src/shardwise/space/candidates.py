@@ -86,7 +86,8 @@ def candidates(
     problems = spec_problems(spec)
     if problems:
         raise JobError("the strategy does not work", problems=problems)
-    shapes = _shapes(world_size, gpus_per_node) if spec == "auto" else [parts_of(spec)]
+    adapters = job.model.lora is not None
+    shapes = _shapes(world_size, gpus_per_node, adapters=adapters) if spec == "auto" else [parts_of(spec)]
     accepted: list[Strategy] = []
     refused: list[Refused] = []
     for parts in shapes:
@@ -97,7 +98,7 @@ def candidates(
             devices=devices,
             world_size=world_size,
             global_batch=train.global_batch,
-            lora=job.model.lora is not None,
+            lora=adapters,
             micro_batch=train.micro_batch,
             architecture=architecture,
             capability=capability,
@@ -160,8 +161,11 @@ def _sparse(sizes: list[int], step: int) -> list[int]:
     return sparse
 
 
-def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
+def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Parts]:
     """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
+
+    DDP only for adapters, whose gradients it sums once a step (decision 0091): with all weights, ZeRO-1 holds
+    less and sends as much.
 
     Where one group has all GPUs, nothing is sharded and both stages are the same. On several nodes FSDP2 may
     share weights within each (HSDP). ZeRO-3's hpZ has to be named: no run has shown yet that it is faster.
@@ -178,7 +182,8 @@ def _shapes(world_size: int, gpus_per_node: int) -> list[Parts]:
     groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
     nodes = world_size // gpus_per_node
     pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
-    return [*SHAPES, *groups, *parallel, *pipelines]
+    replicas: list[Parts] = [{"engine": "ddp"}] if adapters and world_size > 1 else []
+    return [*replicas, *SHAPES, *groups, *parallel, *pipelines]
 
 
 def _variants(

@@ -75,6 +75,12 @@ def test_one_gpu_has_the_single_engine_besides_and_no_tensor_parallelism() -> No
     assert refused == []
 
 
+def test_ddp_is_considered_for_adapters_on_several_gpus() -> None:
+    assert "ddp" in names(space(lora=True)[0])
+    assert "ddp" not in names(space()[0])
+    assert "ddp" not in names(space(lora=True, world_size=1, gpus_per_node=1)[0])
+
+
 @pytest.mark.parametrize(("gpus", "per_node"), [(16, 8), (8, 2), (8, 8), (4, 1)])
 def test_on_several_nodes_with_several_gpus_weights_may_be_shared_within_each(
     gpus: int, per_node: int

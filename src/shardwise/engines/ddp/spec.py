@@ -14,10 +14,7 @@ from shardwise.strategy import Strategy
 
 
 class Ddp(EngineSpec):
-    """Replicas; `memories` and `schedules` are those of all weights.
-
-    `auto` does not consider it: zero1 holds less and sends as much, and adapters were not measured yet.
-    """
+    """Replicas; `memories` and `schedules` are those of all weights. `auto` takes it for adapters only."""
 
     name = "ddp"
     memories, schedules = (DdpMemory,), (DdpSchedule,)
