@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from shardwise.lint.document import Document, Kind
-from shardwise.lint.schema import deepspeed_schema
+from shardwise.lint.schema import as_number, deepspeed_schema
 from shardwise.lint.script_settings import LORA
 from shardwise.lint.shell_text import OPEN
 
@@ -160,6 +160,10 @@ def launched_processes(document: Document) -> int | None:
     if document.kind == "accelerate":
         return None if count is None or count < 1 else int(count)
     per_node = document.number("num_gpus") or document.number("nproc_per_node")
+    if document.get("launcher") == "swift":  # variables say it
+        each, nodes = (document.environment.get(n, document.get(n)) for n in ("NPROC_PER_NODE", "NNODES"))
+        counts = as_number(each), as_number(1 if nodes is None else nodes)
+        return int(counts[0] * counts[1]) if counts[0] and counts[1] else None
     if re.fullmatch(r"([\w.-]+:\d+(,\d+)*@?)+", include := str(document.get("include"))):  # of deepspeed
         return len(re.findall(r"[:,]\d+", include))
     if document.has("hostfile") and not document.has("num_nodes"):

@@ -191,6 +191,45 @@ for epoch in range(c['epoch'], 3):
     m(x).backward()
     torch.save({{'m': m.state_dict(), 'o': opt.state_dict(), 'epoch': epoch}}, 'c.pt')
 """
+ALONE = """import torch
+import torch.distributed as dist
+from mine import model, rows
+model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for row in rows:
+    model(row).backward()
+    if {}:
+        optimizer.step()
+    optimizer.zero_grad()
+"""
+SPLIT = """import torch
+from mine import data, model
+model = torch.nn.parallel.DistributedDataParallel(model)
+train, held_out = torch.utils.data.random_split(data, [9000, 1000]{})
+"""
+APART = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tok = AutoModelForCausalLM.from_pretrained('x'), AutoTokenizer.from_pretrained('x')
+def row(one):
+    read = tok(one['prompt'])
+    written = tok({})
+    return {{'input_ids': read['input_ids'], 'labels': written['input_ids']}}
+"""
+TEXTS = """from trl import SFTConfig, SFTTrainer
+from mine import rows
+rows = rows.map(lambda r: {{'text': r['q'] + r['a']}}{})
+args = SFTConfig('out', assistant_only_loss=True)
+SFTTrainer(model='x', args=args, train_dataset=rows).train()
+"""
+OF_A_NODE = "torchrun --nnodes 2 --node_rank {} --nproc_per_node 8 --master_addr a train.py --data {}\n"
+WRITES = """from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from mine import rows, collate
+m = AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-1.5B')
+tok = AutoTokenizer.from_pretrained('Qwen/Qwen2.5-1.5B')
+def encode(r):
+    text = f"Question: {{r['question']}} Answer: {}"
+    return tok(text)
+Trainer(model=m, train_dataset=rows.map(encode), data_collator=collate).train()
+"""
 EVALUATES = """from mine import model, data, held_out, optimizer
 def evaluate():
     model.eval()
@@ -743,6 +782,7 @@ CASES = (
         ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)"),
         ENDED.format("DataCollatorForSeq2Seq(tokenizer)"),
     ),
+    Case("answers-have-no-end", WRITES.format("{r['answer']}"), WRITES.format("{r['answer']}{t.eos_token}")),
     Case(
         "collator-replaces-labels",
         ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)") + MASKS,
@@ -767,6 +807,8 @@ CASES = (
         SHIFTED.format(", :-1", ", 1:"),
         SHIFTED.format("", ""),
     ),
+    Case("labels-of-another-text", APART.format("one['answer']"), APART.format("one['prompt']")),
+    Case("chats-are-texts-by-then", TEXTS.format(", remove_columns=['q', 'a']"), TEXTS.format("")),
     Case(
         "quantised-without-adapter",
         FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",
@@ -879,6 +921,17 @@ CASES = (
         "#SBATCH --nodes=4\nsrun torchrun --nnodes 4 --nproc_per_node 8 train.py\n",
     ),
     Case(
+        "nodes-train-otherwise",
+        OF_A_NODE.format(1, "b.jsonl"),
+        OF_A_NODE.format(1, "a.jsonl"),
+        also=(OF_A_NODE.format(0, "/home/a.jsonl"),),
+    ),
+    Case(
+        "left-from-debugging",
+        "export CUDA_LAUNCH_BLOCKING=1\ntorchrun --nproc_per_node 2 train.py\n",
+        "export CUDA_LAUNCH_BLOCKING=0\ntorchrun --nproc_per_node 2 train.py\n",
+    ),
+    Case(
         "nodes-meet-at-localhost",
         "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
         "torchrun --nnodes 1 --nproc_per_node 8 --rdzv_endpoint localhost:29500 t.py",
@@ -957,6 +1010,13 @@ CASES = (
     ),
     Case("gradients-are-cleared", CLEARS.format("zero_grad", "step"), CLEARS.format("step", "zero_grad")),
     Case(
+        "clips-after-the-step",
+        CLEARS.format("step", "zero_grad").replace(
+            "()\n    o.zero", "()\n    clip_grad_norm_(m, 1)\n    o.zero"
+        ),
+        CLEARS.format("step", "zero_grad").replace("    o.step", "    clip_grad_norm_(m, 1)\n    o.step"),
+    ),
+    Case(
         "schedule-counts-otherwise",
         ACCUMULATED.format(loss="(loss / n)", every="schedule.step()", both="pass"),
         ACCUMULATED.format(loss="(loss / n)", every="pass", both="schedule.step()"),
@@ -1009,6 +1069,12 @@ CASES = (
         "goes-past-ddp",
         "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    m(row).backward()\n",
         "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    ddp(row).backward()\n",
+    ),
+    Case("one-process-trains-alone", ALONE.format("dist.get_rank() == 0"), ALONE.format("row.last")),
+    Case(
+        "split-of-each-process",
+        SPLIT.format(""),
+        SPLIT.format(", generator=torch.Generator().manual_seed(0)"),
     ),
     Case(
         "zeus-monitor-of-all-gpus",

@@ -24,7 +24,7 @@ from shardwise.lint.rules.training import (
 )
 from shardwise.lint.schema import as_number, closest, names, pattern, table, toml_file
 from shardwise.lint.script_inputs import options
-from shardwise.lint.setup import Setup
+from shardwise.lint.setup import Setup, launched_processes
 from shardwise.models.catalog import lookup
 
 _ARGUMENTS = toml_file("arguments.toml")
@@ -109,7 +109,8 @@ def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
         if len(groups) == len(trainers) == 1 and given.get("max_steps", -1) in (0, -1) and _streams(document):
             what = "streamed rows have no length: ValueError `max_steps has to be specified`"
             yield Hit(("max_steps",), what, "max_steps=1000, or rows without streaming=True", line=line)
-        batch = [given.get(name, value) for name, value in _BATCH.items()] + [setup.world_size]
+        world = setup.asked_world_size or launched_processes(document) or setup.launched
+        batch = [*(given.get(name, value) for name, value in _BATCH.items()), world]
         each = given.get("num_generations")  # GRPO's
         counted = all(isinstance(one, int) for one in (each, *batch)) and not _OTHERS & given.keys()
         if counted and each and prod(batch) % each:

@@ -114,7 +114,7 @@ def one_process_for_several_gpus(document: Document, setup: Setup) -> Iterator[H
         yield Hit((), what, fix, line=document.line(("launcher",)))
 
 
-def _old_gpu(document: Document) -> str:
+def gpu_without_bf16(document: Document) -> str:
     """The GPU without bf16 that a job asks for; empty if it asks for another, or for none by name."""
     asked = header(document)
     _, kind = gpus_of(asked)
@@ -141,7 +141,7 @@ def _bf16_elsewhere(command: Document, setup: Setup) -> Iterator[str]:
 def bf16_without_hardware(document: Document, setup: Setup) -> Iterator[Hit]:
     """GPUs before Ampere have no bf16: it is emulated and slow, and earlier versions stop."""
     jobs = [one for one in setup.of("training") if header(one)]
-    old = [_old_gpu(one) for one in jobs]
+    old = [gpu_without_bf16(one) for one in jobs]
     if setup.gpu:  # --gpus counts more than a header
         jobs, old = [*setup.of("training")], [setup.gpu if _OLD.search(setup.gpu) else ""]
     if not jobs or not all(old) or (document.syntax == "python" and _ASKS_THE_GPU.search(document.text)):

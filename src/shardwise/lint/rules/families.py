@@ -32,6 +32,8 @@ _MASKED = re.compile(r"\[(-100|(\w+\.)?IGNORE\w*)\] \* |labels\W{0,4}\[[^\n\]=]*
 _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *(\w+\.)?block")
 _LABELS = pattern("labels")  # what holds the labels, and the input ids that they are
 _ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
+_ENDED = re.compile(r"(?i)^(?!.*pad_token).*(eos|<\||</|eot_|end_tok|end_of|chat_template\()")
+_ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?(\.strip\(\))?\}")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS = pattern("pads")
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
@@ -198,6 +200,26 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
         what += f"the end of each row (line {at}) is not learned, and the model does not stop"
         fix = "another pad token, such as unk_token; or labels of your own and DataCollatorForSeq2Seq"
         yield Hit((), what, fix, line=line)
+
+
+@training_rule("warning", "tokenizers of these models add no end token; generate() waits for one")
+def answers_have_no_end(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The plain Trainer learns rows as they are: without an end token after the answer none is learned."""
+    code, models = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training")), named_models(setup)
+    plain = {"Trainer", "transformers.Trainer"} & document.uses and models
+    ends = any(_ENDED.search(row) for row in code.split("\n")) or _PACKED.search(code)
+    lasts = (one.lower().rpartition("/")[2] for one in models)
+    if ends or not (plain and all(last.startswith(names("adds_no_end")) for last in lasts)):
+        return
+    tokenizes = re.search(r"(?i)(?<![\w.])(self\.)?tok\w*\([^()]*(text|prompt|full|\))", code)
+    for one in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.JoinedStr) and tokenizes):
+        last, flow = one.values[-1], values_of(document).flow
+        row = len(one.values) > 2 and isinstance(flow.statement(one), ast.Assign | ast.Return)
+        row = row and ".generate(" not in "".join(map(ast.unparse, [*flow.scopes(one)][:1]))
+        if row and isinstance(last, ast.FormattedValue) and _ANSWERED.search(ast.unparse(last)):
+            what = "the row ends with its answer, and no line adds an end token: the model does not stop"
+            yield Hit((), what, "+ tokenizer.eos_token at the end of the row", line=one.lineno)
+            return
 
 
 @loop_rule("error", "transformers/data/data_collator.py: DataCollatorForLanguageModeling; run with 5.23")

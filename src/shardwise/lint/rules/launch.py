@@ -10,8 +10,8 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
 from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
-from shardwise.lint.rules.training import calls, tree_of, within
-from shardwise.lint.schema import closest, names, pattern, table
+from shardwise.lint.rules.training import calls, tree_of, values_of, within
+from shardwise.lint.schema import as_number, closest, names, pattern, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
 
@@ -30,6 +30,9 @@ _SBATCH = re.compile(r"(?m)^#SBATCH[ \t]+\S+")
 _SRUN_EACH = re.compile(r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-N|-n|--nodes|--ntasks)[ =]?1\b))")
 _IN_EACH = re.compile(r"\b(?:ba)?sh[ \t]+-l?c\b|\.sh\b")  # a shell of its own on each node
 _ONE_RANK = re.compile(r"0 |.*\$\{?SLURM_(?:NODEID|PROCID|LOCALID)\b")
+_OF_RANKS, _SETS_RANKS, _OF_NODES = map(pattern, ("reads_ranks", "sets_ranks", "of_nodes"))
+_SOURCES = pattern("unread_by_shell")
+_DEBUGS: dict[str, list[str]] = table("left_from_debugging")
 _SRUN = re.compile(r"^[ \t]*(?:\w+=\S+[ \t]+|exec[ \t]+)*srun\b(?!.*--ntasks|.* -n)", re.MULTILINE)
 
 
@@ -238,7 +241,7 @@ def _fields(made: ast.ClassDef) -> dict[str, bool]:
 
 
 @training_rule("error", "https://slurm.schedmd.com/sbatch.html; torch/distributed/run.py")
-def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
+def slurm_and_launcher(document: Document, setup: Setup) -> Iterator[Hit]:
     """The nodes, tasks and GPUs that the job asks for are not those of the launch command."""
     asked = header(document)
     first = re.search(r"(?m)^(?!#|\s*$)", document.text)
@@ -248,6 +251,7 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
         line = line_at(document.text, late.start())
         yield Hit((), what, "above the first command", severity="warning", line=line)
     yield from _same_rank(document, asked)
+    yield from _ranks_of_nobody(document, setup, asked)
     if document.get("launcher") != "torchrun" or not asked:
         return
     nodes, tasks = (int(n) if (n := asked.get(name, "")).isdecimal() else None for name in _COUNTS)
@@ -270,6 +274,61 @@ def slurm_and_launcher(document: Document, _: Setup) -> Iterator[Hit]:
     if srun and (tasks or 1) > 1 and document.has("nproc_per_node"):
         what = f"srun starts torchrun {tasks} times on each node, and each starts all processes of the node"
         yield Hit(("nproc_per_node",), what, "#SBATCH --ntasks-per-node=1")
+
+
+def _ranks_of_nobody(document: Document, setup: Setup, asked: dict[str, str]) -> Iterator[Hit]:
+    """Variables that torchrun sets, which a script reads where srun starts it."""
+    several = {asked.get("ntasks", "1"), asked.get("ntasks-per-node", "1"), asked.get("nodes", "1")} - {"1"}
+    by_srun = re.search(r"(?m)^[^#\n]*\bsrun\b", document.text) and not _SOURCES.search(document.text)
+    if document.get("launcher") not in ("python", "python3") or not (several and by_srun):
+        return
+    scripts = [one for one in setup.of("training") if one.syntax == "python"]
+    program = "\n".join(ast.unparse(tree_of(one)) for one in scripts)
+    texts = program + "\n".join(one.text for one in setup.of("training") if one.syntax == "shell")
+    absent = [one for one in dict.fromkeys(_OF_RANKS.findall(program)) if not re.search(rf"\b{one}=", texts)]
+    if absent and not _SETS_RANKS.search(program):
+        what = f"srun sets no `{'`, `'.join(absent)}`, which the script reads: KeyError"
+        fix = "srun torchrun, with one task per node; or export them from SLURM_PROCID, SLURM_LOCALID, "
+        fix += "SLURM_NTASKS and the first node in each task"
+        yield Hit((), what, fix, line=document.line(("launcher",)))
+
+
+@training_rule("warning", "each node runs its own command; the processes average what they compute")
+def nodes_train_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The commands of two nodes of one training differ in more than the node."""
+    rank, shells = _node_of(document), [one for one in setup.of("training") if one.syntax == "shell"]
+    first = next((one for one in shells if _node_of(one) == 0), None)
+    if not rank or first is None:
+        return
+    for name in sorted(first.flags & document.flags):
+        values = [Path(str(one.get(name))).name for one in (first, document)]  # folders may differ
+        if values[0] != values[1] and not _OF_NODES.search(name) and "$" not in "".join(values):
+            what = f"node 0 has {values[0]} in {Path(first.name).name}, and this node has {values[1]}"
+            yield Hit((name,), what, "the same on each node")
+
+
+def _node_of(document: Document) -> float | None:
+    """The number of the node that a command is for; None if only the shell knows."""
+    own = [document.get(one) for one in ("node_rank", "machine_rank", "NODE_RANK")]
+    own += [document.environment.get("NODE_RANK")]
+    return next((as_number(one) for one in own if one is not None), None)
+
+
+@training_rule("warning", "https://docs.pytorch.org/docs/stable/notes/cuda.html: CUDA_LAUNCH_BLOCKING")
+def left_from_debugging(document: Document, _: Setup) -> Iterator[Hit]:
+    """A switch for debugging is on: the GPU waits, at every operation."""
+    known = values_of(document)
+    nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign | ast.Call)]
+    texts = {ast.unparse(one): one.lineno for one in nodes if known.runs(one) and known.flow.certain(one)}
+    for name, (on, effect) in _DEBUGS.items():
+        sign = rf"([\w.]+\[')?([\w.]+\.)?{name}(\(|'\] = ')({on})['\)]"
+        lines = [line for text, line in texts.items() if re.match(sign, text)]
+        row = rf"(?m)^(?![ \t]*#)(.*\bexport\b)?.*?\b{name}=['\"]?(?:{on})\b['\"]?(?=(.*))"
+        for found in re.finditer(row, document.text if document.syntax == "shell" else ""):
+            given = found[1] or re.match(r"[ \t]+[^\s#;&|]", found[2])  # else only the shell has it
+            lines += [line_at(document.text, found.start())] if given else []
+        for line in lines[:1]:
+            yield Hit((), f"`{name}` is on: {effect}", "remove it, after the search", line=line)
 
 
 def _same_rank(document: Document, asked: dict[str, str]) -> Iterator[Hit]:
@@ -302,6 +361,12 @@ def nodes_meet_at_localhost(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((name,), what, "the name of the first node")
     met = document.has(OPEN) or "PET_" in document.text  # torchrun's own variables
     met |= any(of_launcher(document, one) for one in _MEETING)
+    placed = {"node_rank", "rdzv_backend", "rdzv_endpoint"} & document.values.keys() - document.flags
+    open_ = str(document.get("nnodes"))[:1] == "$" and of_launcher(document, "master_addr")
+    unread = document.has(OPEN) or "PET_" in document.text
+    if document.get("launcher") == "torchrun" and open_ and not placed and not unread:
+        what = "without --node_rank each node is the first: with several of them, they wait for each other"
+        yield Hit(("nnodes",), what, "--node_rank $RANK_OF_THE_NODE", severity="warning")
     if document.get("launcher") == "torchrun" and nodes > 1 and not met:
         what = f"without an address and --node_rank each of {nodes:g} nodes waits as if it were the first"
         fix = "--rdzv_backend c10d --rdzv_endpoint FIRST_NODE:29500"

@@ -217,7 +217,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
             waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
-            held = owner in parts and last in names("wait_in_fsdp")
+            held = said in parts or (owner in parts and last in names("wait_in_fsdp"))
             held = held and any(one.lineno < call.lineno and not known.flow.apart(one, call) for one in wraps)
             gathers = last in names("wait_in_shards")
             certain = not gathers or (sharded and f"def {last}(" not in texts)
@@ -291,8 +291,8 @@ def _accumulated(document: Document) -> str:
     return counts.pop() if len(counts) == 1 else ""
 
 
-def around(program: ast.Module, call: ast.Call | ast.Assign) -> ast.AST:
-    """The innermost loop or function with a call or an assignment."""
+def around(program: ast.Module, call: ast.expr | ast.stmt) -> ast.AST:
+    """The innermost loop or function with a call or a statement."""
     blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
     found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
     return max(found, key=lambda one: one.lineno, default=program)

@@ -28,6 +28,7 @@ _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a r
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
 _SWAPPED = pattern("swapped")
+_PADS_LEFT, _FROM_LEFT = map(pattern, ("pads_left", "masked_from_left"))
 _TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
 _ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
 _GENERATES, _OF_OTHERS, _PASSES = *map(pattern, ("generates", "imports_of_others")), pattern("passes").pattern
@@ -316,6 +317,14 @@ def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
 def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
     """Labels hide the answer and keep the prompt, or stay longer than their row, which is cut."""
     program = tree_of(document)
+    left = _PADS_LEFT.search(text := ast.unparse(program)) and "side='right'" not in text
+    for function in (one for one in ast.walk(program) if left and isinstance(one, ast.FunctionDef)):
+        padded = "padding='max_length'" in ast.unparse(function)
+        for one in (one for one in ast.walk(function) if padded and isinstance(one, ast.Assign)):
+            if _FROM_LEFT.match(ast.unparse(one)):
+                what = "the rows are padded on the left, and -100 hides as many tokens from the left: "
+                what += "of the padding, and not the prompt"
+                yield Hit((), what, "padding_side='right'; or mask before padding", line=one.lineno)
     given = [one for one in ast.walk(program) if isinstance(one, ast.Assign)]
     texts = {one: ast.unparse(one) for one in given}
     for node, text in texts.items():
@@ -363,6 +372,12 @@ def resume_without_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
 def new_tokens_are_not_trained(document: Document, setup: Setup) -> Iterator[Hit]:
     """The rows of new tokens stay as `resize_token_embeddings` makes them: adapters train no embedding."""
     adapters, program = [*calls(document, "LoraConfig")], ast.unparse(tree_of(document))
+    rows = document.get("tokens") if document.get("adapter") in ("lora", "qlora") else None  # of Axolotl
+    for word in rows if isinstance(rows, list) and not document.get("lora_modules_to_save") else ():
+        if _NEW.fullmatch(str(word)) or has_no_spare_rows(document, setup):
+            what = f"{word!r} gets a row that no adapter trains: the model neither learns nor writes it"
+            yield Hit(("tokens",), what, "lora_modules_to_save: [embed_tokens, lm_head]")
+            return
     if not adapters or "resize_token_embeddings(" not in program or _TRAINS_ROWS.search(program):
         return
     for call in calls(document, "add_tokens", "add_special_tokens"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
+from shardwise.lint.rules.devices import gpu_without_bf16
 from shardwise.lint.rules.training import calls, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import pattern
@@ -54,7 +55,9 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
         what = f"neither `bf16` nor `fp16` is on: fp32 needs twice the memory; for a model in bf16, {kept}"
     changes = (Put((precision, "enabled"), True),) if known else ()
     severe = known and not setup.hugging_face
-    fix = f'"{precision}": {{"enabled": true}}'
+    old = not known and any(map(gpu_without_bf16, setup.of("training")))
+    fix = f'"{"fp16" if old else precision}": {{"enabled": true}}'
+    fix += ", at ZeRO-1, since the job's GPUs have no bf16" * bool(old)
     yield Hit((), what, fix, changes, "error" if severe else "warning")
 
 

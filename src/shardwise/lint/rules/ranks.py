@@ -2,18 +2,20 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit, Severity, loop_rule
-from shardwise.lint.rules.branches import on_one, spelled_out
-from shardwise.lint.rules.loop import around, made_by
+from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
+from shardwise.lint.rules.branches import branches, on_one, spelled_out
+from shardwise.lint.rules.loop import around, made_by, stepped
 from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.setup import Setup
 
 _DRAWS = re.compile(r"(torch|random)\.(randint|randperm|choices?|sample|permutation)$")
 _WRAPS = re.compile(r"\b(DistributedDataParallel|FullyShardedDataParallel|fully_shard)\(")
+_JOINS = re.compile(rf"{_WRAPS.pattern}|\bAccelerator\(|deepspeed\.initialize\(")
+_SEEDS = re.compile(r"\w*seed\w*\(")
 _MAP_STYLE, _DIVIDED = (re.compile("|".join(names(one))) for one in ("rows_by_number", "divides_rows"))
 _ROWS_BY_RANK = pattern("rows_by_rank")  # an index, arithmetic, or an argument of what makes rows
 _BY_RANK = re.compile(r"(?i)rank|process_index|accelerator\.device|current_device|lightning|fabric|Trainer\(")
@@ -234,3 +236,55 @@ def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
         for call in [one for one in trains if ast.unparse(one.func) == model and not used][:1]:
             what = f"`{model}` is called, and not `{wrapper}`: no gradients are averaged between processes"
             yield Hit((), what, f"{wrapper}(...)", line=call.lineno)
+
+
+def _trained(
+    nodes: Sequence[ast.AST], own: dict[str, list[ast.Call]], made: dict[str, str]
+) -> tuple[ast.Call | None, ast.Call | None]:
+    """The backward call and the optimizer's step of statements, and of the script's functions they call."""
+    found = [*within(*nodes)]
+    found += [call for one in found for call in own.get(_last(ast.unparse(one.func)), ())]
+    passes = (one for one in found if _last(ast.unparse(one.func)) == "backward")
+    steps = (one for one in found if is_optimizer(made.get(stepped(one), "")))
+    return next(passes, None), next(steps, None)
+
+
+@loop_rule("error", "torch/nn/parallel/distributed.py: backward averages with all processes")
+def one_process_trains_alone(document: Document, setup: Setup) -> Iterator[Hit]:
+    """One process takes a step without the others, or leaves out a backward that they wait in."""
+    program = tree_of(document)
+    if setup.world_size == 1 or not _JOINS.search(text := ast.unparse(program)):
+        return
+    made, functions = made_by(document), (n for n in ast.walk(program) if isinstance(n, ast.FunctionDef))
+    own = {one.name: [*within(*one.body)] for one in functions}
+    for where, body, others in branches(document):
+        (mine, step), (its, theirs) = _trained(body, own, made), _trained(others, own, made)
+        left = body[-1] if body else ast.Pass()
+        if isinstance(left, ast.Break):  # which leaves the turns that follow, too
+            loop = around(program, left)
+            together = any(isinstance(one, ast.Break) for part in others for one in ast.walk(part))
+            its = None if together or isinstance(loop, ast.FunctionDef) else _trained([loop], own, made)[0]
+        if isinstance(left, ast.Break | ast.Continue | ast.Return) and its and not mine:
+            what = f"{where} lets one process leave out `{ast.unparse(its.func)}`, in which the "
+            what += "others wait for it: the run hangs"
+            yield Hit((), what, "the same decision in all processes: all_reduce it", line=left.lineno)
+        elif step and not theirs and "broadcast" not in text:
+            what = f"{where} lets one process take the step: the weights of the others stay as they are, "
+            what += "and the models drift apart"
+            fix = f"`{ast.unparse(step.func)}()` in all processes: the gradients are averaged"
+            yield Hit((), what, fix, line=step.lineno)
+
+
+@training_rule("warning", "torch.utils.data.random_split; datasets: train_test_split: numpy's own state")
+def split_of_each_process(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Without a seed each process splits the rows by chance: what one holds out, others train on."""
+    several = (setup.world_size or 0) > 1
+    several |= setup.world_size is None and _WRAPS.search(ast.unparse(tree_of(document))) is not None
+    known = values_of(document)
+    for call in calls(document, "random_split", "train_test_split") if several else ():
+        given = {one.arg: ast.unparse(one.value) for one in call.keywords}
+        fixed = {"generator", "seed", "random_state", None} & given.keys() or given.get("shuffle") == "False"
+        alone = any(on_one(test, known) is held for test, held in known.flow.taken(call))
+        if not (fixed or alone or _SEEDS.search(setup.scripts)):
+            name = "generator=torch.Generator().manual_seed(0)" if "random_" in ast.unparse(call.func) else ""
+            yield Hit((), fix=name or "a fixed seed=0 (random_state=0 of sklearn)", line=call.lineno)

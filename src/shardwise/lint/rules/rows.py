@@ -13,6 +13,8 @@ from shardwise.lint.rules.training import calls, tree_of, values_of
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.setup import ModelFacts, Setup
 
+_JOINED, _TOKENIZES, _OF_TWO = map(pattern, ("joined", "tokenizes", "encodes_and_decodes"))
+_OF_CHATS = re.compile(r"'(messages|conversations|prompt|completion)'")
 _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
 
 
@@ -69,3 +71,60 @@ def shift_of_labels(document: Document, _: Setup) -> Iterator[Hit]:
         if len(given) == 2 and "logits" in given[0] and re.search("label|input_ids", given[1]):
             what = "nothing shifts logits and labels: the model learns to repeat its input"
             yield Hit((), what, "logits[:, :-1] and labels[:, 1:]", severity="warning", line=call.lineno)
+
+
+def _tokenised(node: ast.AST, given: dict[str, ast.expr], deep: int = 4) -> set[str]:
+    """The texts whose tokens a value has, as far as a function's assignments show."""
+    found = set[str]()
+    for one in ast.walk(node):
+        if isinstance(one, ast.Call) and one.args and _TOKENIZES.search(ast.unparse(one.func)):
+            found.add(ast.unparse(one.args[0]))
+        elif isinstance(one, ast.Name) and deep and (held := given.get(one.id)) is not None:
+            found |= _tokenised(held, given, deep - 1)
+    return found
+
+
+@training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: a label for each input id")
+def labels_of_another_text(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A causal model predicts its own input: labels of another text fit no position of it."""
+    code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    functions = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.FunctionDef))
+    for one in functions if _CAUSAL.search(code) and not _OF_TWO.search(code) else ():
+        rows, given = dict[str, list[ast.expr]](), dict[str, ast.expr]()
+        for node in ast.walk(one):
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                    given.setdefault(name, value)
+                case ast.Assign(
+                    targets=[ast.Subscript(value=row, slice=ast.Constant("labels"))], value=value
+                ):
+                    rows |= {"labels": [value], "input_ids": [row, *rows.get("input_ids", [])]}
+                case ast.Dict(keys=keys, values=values):
+                    fields = {getattr(k, "value", None): v for k, v in zip(keys, values, strict=True)}
+                    both = {"labels", "input_ids"} <= fields.keys()
+                    rows |= {k: [fields[k]] for k in ("labels", "input_ids")} if both else {}
+        ids, labels = (_tokenised(ast.List(rows.get(k, [])), given) for k in ("input_ids", "labels"))
+        if len(ids) == len(labels) == 1 and ids != labels and not _JOINED.search(ast.unparse(one)):
+            what = f"the labels are the tokens of {labels.pop()}, and the input ids those of {ids.pop()}: "
+            what += "the loss compares each position with a token of the other text"
+            fix = "prompt and answer joined as input ids; their copy, with -100 for the prompt, as labels"
+            yield Hit((), what, fix, line=rows["labels"][0].lineno)
+            return
+
+
+@training_rule("error", "trl/trainer/sft_trainer.py: assistant_only_loss, is_conversational; read in 1.10")
+def chats_are_texts_by_then(document: Document, _: Setup) -> Iterator[Hit]:
+    """`assistant_only_loss` finds the answers of messages: rows of text stop the SFTTrainer."""
+    known = values_of(document)
+    if not document.on("assistant_only_loss") or "SFTTrainer" not in document.uses:
+        return
+    for call in calls(document, "map"):
+        function = known.meant(call.args[0]) if call.args else None
+        made = ast.unparse(function.body) if isinstance(function, ast.Lambda) else ""
+        if isinstance(function, ast.FunctionDef):
+            made = " ".join(ast.unparse(one) for one in ast.walk(function) if isinstance(one, ast.Return))
+        texts = re.search(r"\{'text': [^{}]*(\{[^{}]*\}[^{}]*)*\}$", made) and not _OF_CHATS.search(made)
+        if texts and any(one.arg == "remove_columns" for one in call.keywords):
+            what = "the rows are texts: ValueError, `the dataset is not conversational`"
+            fix = "keep `messages` and let the SFTTrainer write the template; or prompt and completion"
+            yield Hit(("assistant_only_loss",), what, fix)

@@ -10,7 +10,7 @@ from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
 from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
-from shardwise.lint.schema import names
+from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
@@ -22,6 +22,9 @@ _LISTED = "clip_grad_norm_(model.parameters(), ...), or list(...) where {} is ma
 _FIXED = re.compile(r"(?i)\bema_|_ema\b|teacher|\bref_")  # weights that no optimizer changes
 _LOGS = re.compile(r"\+= .*\b(detach|item)\(\)")  # of a sum that is shown, and has no gradients
 _OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
+_SCHEDULES, _COUNTS_ALL, _ADAPTS, _KEEPS = map(
+    pattern, ("schedules", "counts_all", "has_moments", "keeps_moments")
+)
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
@@ -176,13 +179,27 @@ def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((), what, f"zero_grad {place}", line=often[0].call.lineno)
 
 
+@loop_rule("error", "torch/nn/utils/clip_grad.py changes .grad, which the step has read")
+def clips_after_the_step(document: Document, _: Setup) -> Iterator[Hit]:
+    """Gradients are clipped after the step that used them: nothing is clipped."""
+    made = made_by(document)
+    for loop in _loops(document):
+        kinds = [(ast.unparse(run.call.func).rpartition(".")[2], run.call) for run in loop.runs]
+        clips = [at for at, (last, _) in enumerate(kinds) if last.startswith("clip_grad_")]
+        steps = [at for at, (_, call) in enumerate(kinds) if _of_optimizer(stepped(call), made)]
+        passes = [at for at, (last, _) in enumerate(kinds) if last == "backward"]
+        if len(passes) == len(steps) == 1 and clips and passes[0] < steps[0] < clips[0]:
+            fix = f"clip between backward and `{ast.unparse(kinds[steps[0]][1])}`"
+            yield Hit((), fix=fix, line=kinds[clips[0]][1].lineno)
+
+
 def _clears(call: ast.Call, optimizer: str) -> bool:
     owner, _, last = ast.unparse(call.func).rpartition(".")
     return last == "zero_grad" and (owner == optimizer or "model" in owner)
 
 
 @loop_rule("error", "torch/optim/lr_scheduler.py: step")
-def schedule_counts_otherwise(document: Document, _: Setup) -> Iterator[Hit]:
+def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
     assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
     given = {ast.unparse(one.targets[0]): one.value for one in assigned}
@@ -209,6 +226,7 @@ def schedule_counts_otherwise(document: Document, _: Setup) -> Iterator[Hit]:
                 what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
                 yield Hit((), what, f"its number of steps / {count}", severity="warning", line=made.lineno)
 
+    yield from _ends_early(document, given) if setup.world_size != 1 else ()
     for call in calls(document, "step"):
         place, name = around(tree_of(document), call), stepped(call)
         made = given.get(name) if "sched" in name.lower() else None
@@ -220,6 +238,28 @@ def schedule_counts_otherwise(document: Document, _: Setup) -> Iterator[Hit]:
             what = "the schedule counts batches, and advances once an epoch: most of it is never reached"
             fix = f"`{name}.step()` after each step of the optimizer, or a schedule of epochs"
             yield Hit((), what, fix, line=call.lineno)
+
+
+def _ends_early(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
+    """A schedule that an Accelerator steps once for each process, and that counts one process's batches."""
+    flow, prepares = values_of(document).flow, [*calls(document, "prepare", "prepare_scheduler")]
+    if "Accelerator" not in document.uses or _COUNTS_ALL.search(document.text):
+        return
+    rows_of = [(call, one) for call in prepares for one in call.args]
+    first = {ast.unparse(one): call for call, one in reversed(rows_of)}
+    for call, one in rows_of:
+        made = given.get(ast.unparse(one), one)
+        plan = isinstance(made, ast.Call) and _SCHEDULES.search(ast.unparse(made.func))
+        for name in re.findall(r"\blen\(([\w.]+)\)", " ".join(_followed(made, given))) if plan else ():
+            rows = first.get(name, call)
+            counts = [n for n in calls(document, "len") if ast.unparse(n) == f"len({name})"]
+            same = [*flow.scopes(rows)] == [*flow.scopes(made)]
+            if rows is not call and same and all(rows.lineno < n.lineno for n in counts):
+                what = f"`{name}` is prepared by then: it has the batches of one process, and the prepared "
+                what += "schedule takes a step for each process: it ends at 1/processes of the run"
+                fix = "its number of steps * accelerator.num_processes; or do not prepare the schedule"
+                yield Hit((), what, fix, severity="warning", line=made.lineno)
+                return
 
 
 def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:
@@ -271,17 +311,24 @@ def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
 def saved_state_is_not_loaded(document: Document, _: Setup) -> Iterator[Hit]:
     """A training that goes on without the optimizer's state begins with other steps than it would take."""
     program = tree_of(document)
-    others = re.sub(r"torch\.save\(.*", "", ast.unparse(program))
+    others = re.sub(r"torch\.save\(.*", "", text := ast.unparse(program))
     resumes = re.search(r"\.load_state_dict\(", others) and ".backward(" in others
     for call in calls(document, "save") if resumes else ():
         held = values_of(document).meant(call.args[0]) if call.args else call
         pairs = zip(held.keys, held.values, strict=True) if isinstance(held, ast.Dict) else ()
         saved = {ast.unparse(key): ast.unparse(value) for key, value in pairs if key}
-        read = {key for key in saved if f"[{key}]" in others or f"get({key}" in others}
+        name = re.escape(ast.unparse(call.args[0])) if call.args else "="
+        saved |= dict(re.findall(rf"(?m)^ *{name}\[('\w+')\] = (.*)$", others))
+        read = {key for key in saved if re.search(rf"\[{key}\](?! = )|get\({key}", others)}
         lost = [key for key, value in saved.items() if _STATE.search(value) and key not in read]
-        if read and lost and re.search("epoch|step|iter", " ".join(read)):
+        goes_on = re.search("(?i)epoch|step|iter", said := " ".join(read))
+        if read and lost and goes_on:
             what = f"{' and '.join(lost)} is saved, and never loaded where the training goes on"
             fix = saved[lost[0]].replace("state_dict()", "load_state_dict(...)")
+            yield Hit((), what, fix, line=call.lineno)
+        elif goes_on and re.search("(?i)model", said) and _ADAPTS.search(others) and not _KEEPS.search(text):
+            what = "the optimizer's moments are not saved: where the training goes on, they begin at 0"
+            fix = "optimizer.state_dict() in what is saved, and load_state_dict where it is read"
             yield Hit((), what, fix, line=call.lineno)
 
 
