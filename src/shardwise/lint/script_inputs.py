@@ -318,12 +318,12 @@ def options_of(text: str) -> set[str]:
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
-    """The options of click or typer by argument; None if the function is no command."""
+    """The options of click, typer or fastcore by argument; None if the function is no command."""
     found = dict[str, Option]()
     is_command = False
     for one in function.decorator_list:
         last = ast.unparse(getattr(one, "func", one)).rpartition(".")[2]
-        is_command = is_command or last in ("command", "option", "argument")
+        is_command = is_command or last in ("command", "option", "argument", "call_parse")
         if isinstance(one, ast.Call) and last in ("option", "argument"):
             option = options(one)
             found[option[1]] = option

@@ -116,11 +116,8 @@ class Settings:
                 self._node = node
                 self._call(node, self._called(node))
                 self._branch = False
-            case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
-                key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
-                plain = name_of(rows.func) == "range" and len(rows.args) == 1
-                if self.calls and plain and self.known.runs(node):
-                    self._put(self.known.entries(rows.args[0], (key,), node.lineno))
+            case ast.Assign() | ast.Return() | ast.keyword() | ast.Subscript() if self.calls:
+                self._put(self.rows.chosen(node))
             case ast.For() | ast.While() if self._loops:
                 self._put(of_loop(node, self.known, of_a_job=bool(self.calls)))
             case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):

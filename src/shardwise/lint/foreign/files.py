@@ -286,6 +286,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if f"{one}={command.get(one)}" in TABLE["notes"]}
+    kept |= {one for one in unused if TABLE["keys"][one] == "name"}
     plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
     kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}

@@ -56,6 +56,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     for document in documents:
         stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     said += answers_in_text(documents)
+    scripts = [one for one in documents if one.syntax == "python"]
+    stated = resolve.with_held_out(resolve.of_this_tool(stated, scripts), swift=swift)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
     by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
