@@ -322,7 +322,7 @@ class Values(Bound):
         preset = presets(function)
         if self._defaults and (flagged := commanded(function)) is not None:
             flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
-            value = self._inputs.flag(flags) or value
+            value = self._inputs.flag(flags) or (None if {"*", *flags} & {*self._inputs.more} else value)
             if arg is function.args.kwarg:
                 every = [(name, self._inputs.flag(flags) or one) for name, (flags, _, one) in flagged.items()]
                 value = rest_of([ast.keyword(name, one) for name, one in every if one], function, arg.lineno)

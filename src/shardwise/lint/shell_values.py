@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
+from shardwise.lint.document import line_at
 from shardwise.lint.schema import pattern, table
 from shardwise.lint.script_sums import UNKNOWN, computed
 from shardwise.lint.shell_commands import Command, brackets_end, commands, words
@@ -31,6 +32,12 @@ _SUM = re.compile(r"(?:\(\(\s*|let\s+\"?)([A-Za-z_]\w*)\s*=(?!=)([^=\"]*?)(?:\)\
 _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
     r"\\.|'[^']*'|\"\$\{\w+\[@\]\}\"|\"|\$(?:\d|[A-Za-z_]\w*)|\$\(\(|\$[({]|`", re.ASCII | re.DOTALL
+)
+# `read -r -d '' NAME <<EOF` and `NAME=$(cat <<EOF`, and the lines down to the word
+_HERE = re.compile(
+    r"(?:\bread\b[^\n<;|&]*?\s(?P<read>\w+)|(?P<set>\w+)=\"?\$\(\s*cat)\s*<<-?[ \t]*(?P<quote>[\"'\\]?)"
+    r"(?P<end>\w+)[\"']?[^\n]*\n(?P<body>.*?)\n\t*(?P=end)$",
+    re.DOTALL | re.MULTILINE,
 )
 _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
@@ -74,6 +81,7 @@ class Variables:
         for name, value in (header(text) | _options(started if len(started) == 1 else [])).items():
             count = value.rpartition(":")[2] if name in ("gpus-per-node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
+        self._here = {line_at(text, one.start()): one for one in _HERE.finditer(text)}
         later = [one.text for one in read if one.repeated]
         self._never = {name for one in later for name in _touched(one)}
         self._last = {name: place for place, one in enumerate(read) for name in _touched(one.text)}
@@ -106,7 +114,10 @@ class Variables:
         parts = words(text) if "=" in text or text.startswith(tuple(_TOUCHES)) else []
         declares = _DECLARES.match(text) is not None
         given = [found for part in parts if (found := _ASSIGNED.fullmatch(part))]
-        if (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
+        if (here := self._here.get(command.line)) and (here["set"] or "read" in words(text)):
+            lines = here["body"] if here["quote"] else self.expanded(here["body"])
+            self._set(here["read"] or here["set"], lines.replace("\\\n", " "), sure)
+        elif (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
             self._set(default[1], self._use(f"${{{default[1]}:-{default[2]}}}"), sure)
         elif found := _SUM.fullmatch(text):
             self._set(found[1], self._sum(found[2]), sure)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.foreign.datasets import started
 from shardwise.lint.foreign.table import TABLE, leaves
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
@@ -97,8 +98,10 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
         known = {*TABLE["marks"]} & document.values.keys()
         if alone and Path(str(document.get("script"))).name == "sft.py":
             return ["sft_script", "sft_config", "trl_22", "trl"]
-        if not known or not alone:
+        if not alone or not (known or started(document)):
             return []
+        if tool := started(document):
+            return [tool]
         if "base_model" in known:
             return ["axolotl"]
         if {*names("of_llama_factory")} & document.values.keys():

@@ -28,6 +28,7 @@ from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
+from shardwise.lint.shell_text import flags_within
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
@@ -178,6 +179,8 @@ def _refuse(document: Document, texts: str) -> None:
         for key, value in given.items()
         if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
     ]
+    module = re.search(TABLE["other_modules"], document.text) if document.syntax == "shell" else None
+    other += [(module[1], line_at(document.text, module.start()))] if module else []
     own = TABLE["other_keys"] if document.syntax in ("yaml", "json") else {}
     other += [(f"{key} ({of})", document.line((key,))) for key, of in own.items() if document.has(key)]
     calls = {name.rpartition(".")[2] for name in document.uses}
@@ -243,6 +246,7 @@ def _inputs(
         environment,
         Path(script.name).parent,
         commanded=known,
+        more={name for one in commands for name in flags_within(one)},
         alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
