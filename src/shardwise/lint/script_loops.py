@@ -86,6 +86,13 @@ def _accumulates(loop: ast.For | ast.While) -> list[ast.expr]:
     return made
 
 
+def _accumulates_inside(loop: ast.For | ast.While, count: ast.AST) -> bool:
+    """Whether a loop inside is over the micro-batches of one step, and the count is outside of it."""
+    inner = [one for one in ast.walk(loop) if isinstance(one, ast.For) and one is not loop]
+    micro = [one for one in inner if ".backward(" in ast.unparse(one)]
+    return bool(micro) and not any(count in ast.walk(one) or _STEP.search(ast.unparse(one)) for one in micro)
+
+
 def _own_parts(loop: ast.For | ast.While) -> list[ast.AST]:
     """The parts of a loop that are in no loop inside it."""
     parts = [*ast.walk(loop)]
@@ -117,7 +124,11 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
         end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping + synced)
         if not inside and len(every) == 1:  # it counts micro-batches
             end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
-        elif not inside and (stepping or "accum" in ast.unparse(loop)):
+        elif (
+            not inside
+            and (stepping or "accum" in ast.unparse(loop))
+            and not _accumulates_inside(loop, adds[0])
+        ):
             continue
         return known.entries(end, ("range(steps)",), test.lineno)
     return {}

@@ -307,7 +307,7 @@ CASES |= {
         },
         {"train.micro_batch": 1, "train.global_batch": 1, "data.sequence_length": 2048},
         (
-            "BATCH_SIZE 1: not understood; write train.micro_batch, train.global_batch; until then 1",
+            "BATCH_SIZE 1: not understood; write train.micro_batch, train.global_batch; until then train.micro_batch 1",
             "MAX_LENGTH 2048: not understood; write data.sequence_length; until then 2048",
         ),
         (),

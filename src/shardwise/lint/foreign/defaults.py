@@ -21,6 +21,7 @@ _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
 _CHATS = re.compile(r"(?i)chat|instruct|[-_]it\b|zephyr|hermes|sft|dpo")  # in names of models with a template
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
+_CHAT = re.compile(r"chat_template|messages|conversations|\.map\(|formatting_func")  # rows of another shape
 _LOOP = re.compile(r"(?m)^[^#\n]*\.backward\(")
 _EVALUATED = ("every evaluation", "an evaluation after epochs")  # of a loop
 _OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
@@ -50,6 +51,9 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "several": setup.hugging_face and (setup.launched or 1) > 1,
         "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
+        "text_field": any(one.get("dataset_text_field") == "text" for one in documents)
+        and not any(_CHAT.search(one.text) for one in scripts)
+        and not any("data.format" in one for one in said),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     made_by = (tool for tool in TABLE["tools"] if any(one.has(tool) for one in scripts))  # `Plugin()`

@@ -22,7 +22,7 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
-from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, field_names, options_of
 from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
@@ -41,7 +41,6 @@ _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a scr
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
-_EACH = ("gpu", "auto")  # of --nproc_per_node: as many processes as GPUs
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
@@ -63,7 +62,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
         said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
-    documents = tuple(_in_full(one, options) for one in with_settings(documents))
+    documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
@@ -261,7 +260,7 @@ def _with_gpus(command: Document) -> Document:
     values = dict(command.values)
     in_file = values["launcher"] == "accelerate" and "config_file" in values
     asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
-    if values.get("nproc_per_node") in _EACH and asked.isdecimal():
+    if values.get("nproc_per_node") in ("gpu", "auto") and asked.isdecimal():
         values["nproc_per_node"] = int(asked)
     if not in_file and not any(name in values for name in _GPUS):
         shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
@@ -337,7 +336,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
-def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
+def _take_flags(script: Document, read_: Settings, given: set[str], others: str) -> None:
     """Flags that some function of the script counts or cuts by; QLoRA's scripts cut the answers apart."""
     values, marks, presets = read_.values, read_.marks, read_.known.presets
     halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
@@ -352,6 +351,8 @@ def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
     stated = {target for place in marks for target in targets_of(script, place)}
     open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
     names_ = (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_)
+    made = [one for one in ast.parse(script.text).body if f"{getattr(one, 'name', '?')}(" in others]
+    given = given | {name for one in made for name in field_names(one, lambda base: base)}
     for name in (one for one in names_ if one not in given):
         for default in (shown := presets.of(name))[:1]:
             marks[name,] = Mark(line=default.lineno)
@@ -373,7 +374,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str], given: set[str
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    _take_flags(script, read_, given)
+    _take_flags(script, read_, given, "".join(map(ast.unparse, inputs.others.values())))
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
     known = {one.name for one in inputs.loaded}

@@ -109,6 +109,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
     keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
+    said += resolve.of_other_senses(stated, model)
     if any(one.has("seed") for one in documents):  # no default of a tool, also where only a run knows it
         asked |= {"train.seed"}
     assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)

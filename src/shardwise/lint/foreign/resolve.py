@@ -18,6 +18,7 @@ from shardwise.job.strategies import NAMED
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.reads import is_choice, names_read
 from shardwise.lint.foreign.statements import Statement
+from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated
@@ -130,6 +131,13 @@ def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
     calls = [one for one in own if _call(one) != "gradient_checkpointing"]
     lost = [one for one in own if calls and calls[-1].value == "full" and one.value == "none"]
     return [one for one in stated if one not in lost]
+
+
+def of_other_senses(stated: Sequence[Statement], model: str) -> Iterator[str]:
+    """What is said of a model that also reads pictures, as far as its name shows."""
+    if re.search(TABLE["words"]["other_senses"], model.strip('"')):
+        place = next(one.place for one in stated[::-1] if one.key == "model.source")
+        yield f"to do: {place}: {TABLE['reasons']['model of pictures']}"
 
 
 def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
