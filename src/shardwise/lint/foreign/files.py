@@ -13,6 +13,7 @@ from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
+from shardwise.lint.foreign.hydra import composed
 from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
@@ -36,7 +37,6 @@ _FILLS = _WORDS["fills"]
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
-_ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
 _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
@@ -51,7 +51,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     """
     documents, broken = load(files, other="training")
     said += map(_of_part, broken)
-    documents = tuple(with_calls(documents))
+    documents = tuple(with_calls(composed(documents, said)))
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
@@ -346,8 +346,8 @@ def _take_flags(script: Document, read_: Settings, given: set[str], others: str)
         marks["max_length",] = Mark(line=halves[0][0].lineno)
         values |= {"max_length": sum(numbers)} if all(isinstance(one, int) for one in numbers) else {}
     cut = values.get("tokenizer") or {}
-    if isinstance(cut.get("max_length"), int) and _ONE_LESS.search(script.text):
-        cut["max_length"] -= 1
+    if isinstance(cut.get("max_length"), int) and re.search(r"\[[\"']input_ids[\"']\]\[:-1\]", script.text):
+        cut["max_length"] -= 1  # a token more was cut off, to be left out
     stated = {target for place in marks for target in targets_of(script, place)}
     open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
     names_ = (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_)
