@@ -22,6 +22,7 @@ _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_ROWS = re.compile(r"(?i)(self\.)?(\w*_)?(data|data_?set|rows|examples|samples|records|ds)(_?(list|rows))?")
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
@@ -142,7 +143,22 @@ class Rows:
                         inner = rows.args[0] if name_of(rows.func) == "list" else rows
                         if isinstance(inner, ast.Call) and name_of(inner.func) == "range":
                             return self._selected(node, inner) if self._known.runs(node) else {}
+                    case ast.Subscript(
+                        value=held, slice=ast.Slice(lower=None, upper=ast.expr() as end, step=None)
+                    ):
+                        return self._first(node, held, end)
         return {}
+
+    def _first(self, node: ast.AST, held: ast.expr, end: ast.expr) -> Said:
+        """How many rows `rows[:n]` takes, where a number or an argument says it, and no share of them."""
+        made = ast.unparse(self._known.meant(held))
+        rows = _ROWS.fullmatch(ast.unparse(held)) or re.search(r"json\.loads?\(|open\(", made)
+        count = self._known.value(end)
+        shares = "len(" in ast.unparse(self._known.meant(end)) or not isinstance(count, int | str)
+        if not rows or shares or (isinstance(count, int) and count < 1) or not self._known.runs(node):
+            return {}
+        key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
+        return self._known.entries(end, (key,), held.lineno)
 
     def _trains_on(self, part: str) -> bool:
         """Whether a line that may run takes a part of the rows by this name."""

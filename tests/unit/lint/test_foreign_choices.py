@@ -119,6 +119,33 @@ CASES: dict[str, Case] = {
         ("rows by number", "evaluation rows"),
         (),
     ),
+    "the first rows of a list": (
+        {"train.py": rows("import json\nds = json.load(open('d.json'))[:400]")},
+        {"data.max_samples": 400},
+        (),
+        (),
+    ),
+    "the first rows, as another file's call says": (
+        {
+            "train.py": rows("from parts import made\nds = made('d.jsonl', 500)"),
+            "parts.py": "import json\ndef made(path, n):\n    data = [json.loads(row) for row in open(path)]\n    return data[:n]\n",
+        },
+        {"data.max_samples": 500},
+        (),
+        (),
+    ),
+    "the first rows for evaluation": (
+        {"train.py": rows("val_data = list(ds)\nval_data = val_data[:50]")},
+        {"data.max_samples": None},
+        ("evaluation rows (line 8) `50`: prepare a file with these rows",),
+        (),
+    ),
+    "a share of the rows, and the first characters of a text": (
+        {"train.py": rows("rows_ = list(ds)\ndata = rows_\nn = int(0.9 * len(data))\nds = data[:n]\ntext = 'abc'[:2]\nids = tok(text)[:128]")},
+        {"data.max_samples": None},
+        (),
+        ("data.max_samples",),
+    ),
     "a rest of the rows that is left out": (
         {"train.py": rows("ds = ds.select(range(0, len(ds) - len(ds) % 8))")},
         {"data.max_samples": None},
