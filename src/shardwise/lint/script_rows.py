@@ -42,6 +42,7 @@ class Rows:
 
     def __init__(self, nodes: Sequence[ast.AST], known: Values) -> None:
         self._nodes, self._known = nodes, known
+        self.learn = True  # whether the script, or another one that is named, trains
         inner = [one for held in nodes if isinstance(held, ast.ClassDef) for one in held.body]
         self._methods = {f"self.{one.name}": one for one in inner if isinstance(one, ast.FunctionDef)}
 
@@ -155,7 +156,12 @@ class Rows:
         rows = _ROWS.fullmatch(ast.unparse(held)) or re.search(r"json\.loads?\(|open\(", made)
         count = self._known.value(end)
         shares = "len(" in ast.unparse(self._known.meant(end)) or not isinstance(count, int | str)
-        if not rows or shares or (isinstance(count, int) and count < 1) or not self._known.runs(node):
+        if (
+            not (rows and self.learn)
+            or shares
+            or (isinstance(count, int) and count < 1)
+            or not self._known.runs(node)
+        ):
             return {}
         key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
         return self._known.entries(end, (key,), held.lineno)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from foreign_files import Case, check_case
+from foreign_files import Case, check_case, made_of
+from shardwise.errors import JobError
 
 SWIFT = "swift sft --model a/b --dataset train.jsonl --val_dataset dev_a.jsonl dev_b.jsonl --eval_steps 100 "
 LOOP = "model = AutoModelForCausalLM.from_pretrained(args['model_name'])\nopt = torch.optim.AdamW(model.parameters(), lr=args['lr'])\nfor batch in DataLoader(rows, batch_size=args['batch_size']):\n    model(**batch).loss.backward(); opt.step(); opt.zero_grad()\n"
@@ -153,6 +154,17 @@ CASES: dict[str, Case] = {
         ("rows by number", "data.max_samples"),
     ),
 }  # fmt: skip
+
+
+def test_the_first_rows_of_a_script_that_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(JobError, match="none of its settings is one of a job"):
+        made_of(
+            {"ask.py": "import json\nrows = json.load(open('d.json'))[:32]\nprint(ask(rows))\n"},
+            tmp_path,
+            monkeypatch,
+        )
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
