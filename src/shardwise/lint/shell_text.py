@@ -112,7 +112,9 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`
         before = text[start.start() : start.start(1)].replace("\\\n", " ")  # variables on lines of their own
         rows = (before + text[start.start(1) : len(text) if end < 0 else end]).split("\n")
-        known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
+        held = (known for command, known in steps(text + "\n:") if command.end > start.start(1))
+        if (known := next(held, None)) is None:  # the lines of a `<<EOF` that is never closed
+            return None
         return line_at(text, start.start(1)), rows, start[1], known, quoted, False
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):

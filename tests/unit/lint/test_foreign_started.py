@@ -99,3 +99,9 @@ def test_a_module_of_another_method_is_refused(tmp_path: Path, monkeypatch: pyte
     command = written("read -r -d '' commands <<EOF", FLAGS.replace("train_sft", "train_dpo")) + STARTS
     with pytest.raises(JobError, match="train_dpo: a job trains on the next token"):
         made_of({"run.sh": command}, tmp_path, monkeypatch)
+
+
+def test_lines_that_never_end_are_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "read -r -d '' commands <<EOF\npython train.py --model a/b\n"
+    with pytest.raises(JobError, match="it has no deepspeed, torchrun or accelerate command"):
+        made_of({"run.sh": command, "train.py": SCRIPT}, tmp_path, monkeypatch)
