@@ -17,7 +17,17 @@ from shardwise.lint.document import Document, Kind, UnreadableError
 from shardwise.lint.edit import CannotEditError, Rename, edited, in_words
 from shardwise.lint.finding import SEVERITIES, Finding, Severity, finding, holds_for
 from shardwise.lint.model import architecture_of
-from shardwise.lint.read import DEEPSPEED_YAML, LOADS_YAML, UNKNOWN, found, imported, read, referred, text_of
+from shardwise.lint.read import (
+    DEEPSPEED_YAML,
+    LOADS_YAML,
+    UNKNOWN,
+    encoding_of,
+    found,
+    imported,
+    read,
+    referred,
+    text_of,
+)
 from shardwise.lint.rules import RULES, versions
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
@@ -307,16 +317,16 @@ def write(document: Document, before: Document) -> None:
     """
     path = Path(document.name).resolve()  # a link stays a link
     mode = path.stat().st_mode
-    encoding = "utf-8-sig" if document.marked else "utf-8"
+    own = encoding_of(raw := path.read_bytes(), path)
     if not mode & 0o222 or not os.access(path, os.W_OK):
         raise JobError("the file is read-only", where=document.name, fix="allow writing, or leave out --fix")
-    if path.read_bytes() != before.text.encode("utf-8-sig" if before.marked else "utf-8"):
+    if raw != before.text.encode("utf-8-sig" if before.marked else own):
         what = "the file was changed after shardwise read it"
         raise JobError(what, where=document.name, fix="run the command again")
     with NamedTemporaryFile(
         dir=path.parent, prefix=f".{path.name}.", suffix=".partial", delete=False
     ) as file:
-        file.write(document.text.encode(encoding))
+        file.write(document.text.encode("utf-8-sig" if document.marked else own))
     partial = Path(file.name)
     try:
         partial.chmod(mode & 0o7777)

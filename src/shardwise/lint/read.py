@@ -3,8 +3,11 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from tokenize import detect_encoding
 
 from shardwise.errors import JobError
 from shardwise.job import json_schema
@@ -62,9 +65,16 @@ def text_of(path: Path, command: str) -> str:
             what, where=str(path), fix="leave it out: check reads settings and scripts, and no data"
         )
     try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
+        return raw.decode(encoding_of(raw, path))
+    except (UnicodeDecodeError, LookupError):
         raise JobError("it is not UTF-8 text", where=str(path), fix=f"name {WHAT}") from None
+
+
+def encoding_of(raw: bytes, path: Path) -> str:
+    """The encoding that a script names in its first two lines, as Python takes it (PEP 263); else UTF-8."""
+    with suppress(SyntaxError):  # of an encoding that Python has not
+        return detect_encoding(BytesIO(raw * (path.suffix == ".py")).readline)[0].removesuffix("-sig")
+    return "utf-8"
 
 
 def read(text: str, name: str, *, other: Kind | None = None) -> Document:

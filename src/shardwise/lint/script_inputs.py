@@ -4,7 +4,7 @@ import ast
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.lint.script_sums import UNKNOWN
 
 Option = tuple[list[str], str, ast.expr | None]  # names on the command line, name in the script, default
 
-OPEN = re.compile(r"\$[{(\w]")  # a variable that only the shell knows
+OPEN = re.compile(r"\$[{(\w]|^`")  # what only the shell knows
 _LARGEST_FILE_BYTES = 1_000_000
 _LOADERS = ("json.load", "json.loads", "yaml.safe_load", "yaml.load", "yaml.full_load", "OmegaConf.load")
 _ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
@@ -49,6 +49,7 @@ class Inputs:
     folder: Path | None = None
     _: KW_ONLY
     commanded: bool = False  # whether a command says all flags
+    more: Collection[str] = ()  # flags that only the shell knows whether the command has; `*`: any
     alone: bool = False  # whether nothing starts other processes
     imported: bool = False  # whether another script is the one that is started
     given: Sequence[str] = ()  # files of settings, one of which the script may read
@@ -210,6 +211,7 @@ class Presets:
                 off = "store_false" in (getattr(one.value, "value", "") for one in node.keywords)
                 given = ast.Constant(value=False, lineno=node.lineno) if off else None
                 value = value or (None if "required=True" in ast.unparse(node) else ast.Constant(None))
+                value = None if {"*", *flags} & {*self._inputs.more} else value
                 self._note(name, value, 0, flags, given)
             case ast.Call(func=called, keywords=given):
                 if name_of(called).endswith("set_defaults") or isinstance(meant(called), ast.ClassDef):
@@ -318,12 +320,12 @@ def options_of(text: str) -> set[str]:
 
 
 def commanded(function: ast.FunctionDef) -> dict[str, Option] | None:
-    """The options of click or typer by argument; None if the function is no command."""
+    """The options of click, typer or fastcore by argument; None if the function is no command."""
     found = dict[str, Option]()
     is_command = False
     for one in function.decorator_list:
         last = ast.unparse(getattr(one, "func", one)).rpartition(".")[2]
-        is_command = is_command or last in ("command", "option", "argument")
+        is_command = is_command or last in ("command", "option", "argument", "call_parse")
         if isinstance(one, ast.Call) and last in ("option", "argument"):
             option = options(one)
             found[option[1]] = option

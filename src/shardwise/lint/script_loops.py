@@ -25,7 +25,8 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if of_a_job and ".backward(" in text:
         for every in _accumulates(loop)[:1]:
             said |= known.entries(every, ("accumulation",))
-        said |= _conditions(loop, known) | ({} if ("engine.step()",) in said else _ends(loop, known))
+        said |= _after_epochs(loop, known) if _is_of_epochs(loop) else _conditions(loop, known)
+        said |= {} if ("engine.step()",) in said else _ends(loop, known)
     if isinstance(loop, ast.While):
         return said
     calls = (one for one in ast.walk(known.meant(loop.iter)) if isinstance(one, ast.Call))
@@ -33,9 +34,8 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     if not counts:
         return said
     key, end = "", counts[min(1, len(counts) - 1)]
-    inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
     text = "".join(map(ast.unparse, loop.body))
-    if "epoch" in ast.unparse(loop.target) or any(".step()" in one and "backward(" in one for one in inner):
+    if _is_of_epochs(loop):
         key = "range(epochs)"
     elif ".backward(" in text and len(counts) == 3:  # `range(0, len(rows), size)`: batch by batch
         key, end = ("range(rows)" if ".step()" in text and "len(" in ast.unparse(end) else ""), counts[2]
@@ -50,6 +50,28 @@ def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said
     return said | (known.entries(end, (key,)) if key == "range(epochs)" or (key and of_a_job) else {})
 
 
+def _is_of_epochs(loop: ast.For | ast.While) -> bool:
+    """Whether each turn of a loop trains on all rows."""
+    if isinstance(loop, ast.While):
+        return False
+    inner = [ast.unparse(one) for part in loop.body for one in ast.walk(part) if isinstance(one, ast.For)]
+    return "epoch" in ast.unparse(loop.target) or any(
+        ".step()" in one and "backward(" in one for one in inner
+    )
+
+
+def _after_epochs(loop: ast.For | ast.While, known: Values) -> Said:
+    """What a loop does after epochs, which a job counts in steps."""
+    own = [one for one in _own_parts(loop) if isinstance(one, ast.Expr | ast.Assign) and known.runs(one)]
+    found = {
+        f"an {what.removeprefix('every ')} after epochs": [
+            one for one in own if does.search(ast.unparse(one))
+        ]
+        for what, does in _DOES.items()
+    }
+    return {(key.replace("an s", "a s"),): (held[0].lineno, True) for key, held in found.items() if held}
+
+
 def _accumulates(loop: ast.For | ast.While) -> list[ast.expr]:
     """Of how many of a loop's turns one makes a step of the optimizer: `if (i + 1) % 8 == 0`."""
     turns = _own_parts(loop)
@@ -62,6 +84,13 @@ def _accumulates(loop: ast.For | ast.While) -> list[ast.expr]:
             sums = [part for part in ast.walk(one.test) if isinstance(part, ast.BinOp)]
             made += [part.right for part in sums if isinstance(part.op, ast.Mod)]
     return made
+
+
+def _accumulates_inside(loop: ast.For | ast.While, count: ast.AST) -> bool:
+    """Whether a loop inside is over the micro-batches of one step, and the count is outside of it."""
+    inner = [one for one in ast.walk(loop) if isinstance(one, ast.For) and one is not loop]
+    micro = [one for one in inner if ".backward(" in ast.unparse(one)]
+    return bool(micro) and not any(count in ast.walk(one) or _STEP.search(ast.unparse(one)) for one in micro)
 
 
 def _own_parts(loop: ast.For | ast.While) -> list[ast.AST]:
@@ -95,7 +124,11 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
         end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping + synced)
         if not inside and len(every) == 1:  # it counts micro-batches
             end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
-        elif not inside and (stepping or "accum" in ast.unparse(loop)):
+        elif (
+            not inside
+            and (stepping or "accum" in ast.unparse(loop))
+            and not _accumulates_inside(loop, adds[0])
+        ):
             continue
         return known.entries(end, ("range(steps)",), test.lineno)
     return {}

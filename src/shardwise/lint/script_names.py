@@ -11,6 +11,10 @@ Said = dict[Key, tuple[int, Any]]  # of each key in a mapping: its line, and its
 
 Change = tuple[ast.expr, Key | None, ast.expr | None, ast.AST]
 
+_STARTERS = {
+    "spawn": 1,
+    "notebook_launcher": 0,
+}  # call a function in processes of its own, `spawn` with a rank
 # methods that leave a dict as it is, and those of texts in it
 _READS = {"copy", "get", "items", "keys", "values", *(name for name in dir(str) if name[0] != "_")}
 _LIBRARIES = ("transformers", "trl")  # of which the rules know the classes with names that end in these:
@@ -74,6 +78,33 @@ def rest_of(given: Sequence[ast.keyword], function: ast.FunctionDef, line: int) 
         ast.Constant(value=one.arg, lineno=line) if one.arg else None for one in rest
     ]
     return ast.Dict(keys=keys, values=[one.value for one in rest], lineno=line)
+
+
+def plain_rows(node: ast.AST, scopes: Callable[[ast.AST], Iterator[ast.AST]] | None) -> list[Any] | None:
+    """Path, value and line of the keys of a mapping that the text shows; with `scopes` of `locals()`, too."""
+    match node:
+        case ast.Dict(keys=keys, values=values):
+            pairs = zip(keys, values, strict=True)
+            return [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
+        case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
+            named = [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
+            return [*(((), one, 0) for one in others), *named]
+        case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
+            return [((), other, 0)]
+        case ast.Call(func=ast.Name(id="locals"), args=[]) if scopes:
+            by = next(scopes(node))
+            own = [*by.args.args, *by.args.kwonlyargs] if isinstance(by, ast.FunctionDef) else []
+            names_ = (one for one in ast.walk(by) if isinstance(one, ast.Name))
+            again = {one.id for one in names_ if isinstance(one.ctx, ast.Store)}  # which are set later
+            return [((one.arg,), None if one.arg in again else one, node.lineno) for one in own]
+    return None
+
+
+def handed_on(call: ast.Call, function: ast.AST) -> tuple[int, ast.expr] | None:
+    """Of `mp.spawn(main, args=(4, args))`, after how many others `main` gets these arguments."""
+    first = _STARTERS.get(ast.unparse(call.func).rpartition(".")[2])
+    held = [*(one.value for one in call.keywords if one.arg == "args"), *call.args[1:2]]
+    return (first, held[0]) if first is not None and held and call.args[:1] == [function] else None
 
 
 def path_of(node: ast.expr) -> Key | None:

@@ -19,6 +19,10 @@ _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
 _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
+_EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
+_CONFIG = re.compile(r"Config\.from_pretrained$")
+_HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_ROWS = re.compile(r"(?i)(self\.)?(\w*_)?(data|data_?set|rows|examples|samples|records|ds)(_?(list|rows))?")
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
@@ -38,6 +42,7 @@ class Rows:
 
     def __init__(self, nodes: Sequence[ast.AST], known: Values) -> None:
         self._nodes, self._known = nodes, known
+        self.learn = True  # whether the script, or another one that is named, trains
         inner = [one for held in nodes if isinstance(held, ast.ClassDef) for one in held.body]
         self._methods = {f"self.{one.name}": one for one in inner if isinstance(one, ast.FunctionDef)}
 
@@ -124,6 +129,61 @@ class Rows:
                     return _by("text", function, unparsed(call))
         return {}
 
+    def chosen(self, node: ast.AST) -> Said:
+        """Of `ds.select(range(100))` how many rows; of `load_dataset(x)["validation"]` the split."""
+        match node:
+            case ast.Subscript(value=ast.Call() as call, slice=ast.Constant(str(part))):
+                text = ast.unparse(self._known.flow.statement(node)).replace(f"'{part}'", "")
+                plain = name_of(call.func) == "load_dataset" and self._known.runs(node)
+                named = {one.arg for one in call.keywords} & {"data_files", "split"} or part == "train"
+                if plain and not (named or _HELD_OUT.search(text) or self._trains_on("train")):
+                    return {("load_dataset", "split"): (node.lineno, part)}
+            case ast.Assign(value=value) | ast.Return(value=value) | ast.keyword(value=value):
+                match value:
+                    case ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows]) if rows.args:
+                        inner = rows.args[0] if name_of(rows.func) == "list" else rows
+                        if isinstance(inner, ast.Call) and name_of(inner.func) == "range":
+                            return self._selected(node, inner) if self._known.runs(node) else {}
+                    case ast.Subscript(
+                        value=held, slice=ast.Slice(lower=None, upper=ast.expr() as end, step=None)
+                    ):
+                        return self._first(node, held, end)
+        return {}
+
+    def _first(self, node: ast.AST, held: ast.expr, end: ast.expr) -> Said:
+        """How many rows `rows[:n]` takes, where a number or an argument says it, and no share of them."""
+        made = ast.unparse(self._known.meant(held))
+        rows = _ROWS.fullmatch(ast.unparse(held)) or re.search(r"json\.loads?\(|open\(", made)
+        count = self._known.value(end)
+        shares = "len(" in ast.unparse(self._known.meant(end)) or not isinstance(count, int | str)
+        if (
+            not (rows and self.learn)
+            or shares
+            or (isinstance(count, int) and count < 1)
+            or not self._known.runs(node)
+        ):
+            return {}
+        key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
+        return self._known.entries(end, (key,), held.lineno)
+
+    def _trains_on(self, part: str) -> bool:
+        """Whether a line that may run takes a part of the rows by this name."""
+        parts = (one for one in self._nodes if isinstance(one, ast.Subscript) and self._known.runs(one))
+        return any(isinstance(one.slice, ast.Constant) and one.slice.value == part for one in parts)
+
+    def _selected(self, node: ast.AST, rows: ast.Call) -> Said:
+        first, end = ([ast.Constant(0), *rows.args] if len(rows.args) == 1 else rows.args)[:2]
+        held_out, text = _HELD_OUT.search(ast.unparse(node)), ast.unparse(end)
+        if "%" in text:
+            return {}  # `len(rows) - len(rows) % 8`: all but a rest
+        if isinstance(end, ast.Call) and name_of(end.func) == "min":  # `min(1000, len(rows))`
+            end = next((one for one in end.args if "len(" not in ast.unparse(one)), end)
+        if self._known.value(first) == 0 and len(rows.args) < 3 and "len(" not in ast.unparse(end):
+            key = "evaluation rows" if held_out else "select.range"
+            return self._known.entries(end, (key,), rows.lineno)
+        key = "evaluation rows" if held_out else "rows by number"
+        return {(key,): (rows.lineno, ast.unparse(rows).replace("$", ""))}
+
     def splits(self) -> Said:
         """The shares of the rows where a part of a split is split again, so that some train nothing."""
         parts = dict[str, tuple[float, float, bool]]()  # its share, that of the others, whether held out
@@ -150,18 +210,24 @@ class Rows:
         parts = [one for one in parts if self._known.runs(one) and self._known.flow.certain(one)]
         if any(_LOADED.match(ast.unparse(one)) for one in parts):
             return {}
+        held = [one for one in self._nodes if isinstance(one, ast.With)]
+        held = [one for one in held if _EMPTY.search(" ".join(map(ast.unparse, one.items)))]
+        empty = {inner for one in held for inner in ast.walk(one)}
         for one in parts:
             made = one.value if isinstance(one, ast.Assign) and _MODEL.search(ast.unparse(one)) else None
             while isinstance(made, ast.Call) and _MOVED.search(ast.unparse(made.func)):
                 made = getattr(made.func, "value", None)
             if isinstance(made, ast.Call) and self._is_built(made):
-                said: Said = {
-                    ("random weights",): (made.lineno, True),
-                    ("own shape",): (made.lineno, UNKNOWN),
-                }
+                said = Said()  # of a model without weights, which are loaded part by part
+                if made not in empty:
+                    said = {("random weights",): (made.lineno, True), ("own shape",): (made.lineno, UNKNOWN)}
                 config = self._known.meant(made.args[0]) if made.args else made
-                if isinstance(config, ast.Call) and name_of(config.func).endswith("Config.from_pretrained"):
-                    said |= self._known.entries(config.args[0], ("model_name_or_path",))
+                configs = [config, *(parts if made in empty else ())]
+                configs = [
+                    one for one in configs if isinstance(one, ast.Call) and _CONFIG.search(name_of(one.func))
+                ]
+                if configs and len({self._known.value(one.args[0]) for one in configs}) == 1:
+                    said |= self._known.entries(configs[0].args[0], ("model_name_or_path",))
                 return said
         return {}
 

@@ -15,6 +15,7 @@ from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
 from shardwise.lint.script_loops import of_loop
 from shardwise.lint.script_names import Said, name_as_imported, nested
+from shardwise.lint.script_optimizers import BY_STEP, OWN_GROUPS, of_all, of_groups, prepared
 from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Values
@@ -30,9 +31,9 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(|Trainer\(")
 _SEEDS_ALL = re.compile(r"(torch\.(\w+\.)?)?manual_seed")
 _STEPS = {"num_warmup_steps", "num_training_steps"}  # of a schedule
-_OF_PROCESS = re.compile(r"(?i)rank|proc(ess|id)|seed_offset")  # names of what each process has of its own
 _LIBRARIES = sys.stdlib_module_names | {*names("libraries")}
 _BUILDERS = ("json", "parquet", "text", "csv", "arrow")  # load_dataset's words for kinds of files
 _MODEL = re.compile(r"Model|For[A-Z]\w*\.")  # a class of models, and not of tokenizers
@@ -68,12 +69,13 @@ class Settings:
         given = (k for one in made if _last(one) in ("Trainer", "Fabric") for k in one.keywords)
         self.strategies = {self.known.meant(k.value) for k in given if k.arg == "strategy"}  # Lightning's
         self.rows = Rows(nodes, self.known)
+        self.rows.learn = bool(self._inputs.others) or _LEARNS.search(text) is not None
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
         froms = [one for one in nodes if isinstance(one, ast.ImportFrom)]
         froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]
         self._theirs = {alias.name for one in froms for alias in one.names}  # which a file makes
         trainers = {*names("trainers")} - own if calls else set[str]()
-        self._prepared = bool(calls) and re.search(r"(?i)\.prepare\([^)]*sched", text) is not None
+        self._prepared = bool(calls) and BY_STEP.search(text) is not None
         self._loops = not trainers & {*map(_last, made)}  # else those of a callback train nothing
         if calls:
             self._put(self._later_arguments(keys))
@@ -116,11 +118,8 @@ class Settings:
                 self._node = node
                 self._call(node, self._called(node))
                 self._branch = False
-            case ast.Assign(value=ast.Call(func=ast.Attribute(attr="select"), args=[ast.Call() as rows])):
-                key = "evaluation rows" if _HELD_OUT.search(ast.unparse(node)) else "select.range"
-                plain = name_of(rows.func) == "range" and len(rows.args) == 1
-                if self.calls and plain and self.known.runs(node):
-                    self._put(self.known.entries(rows.args[0], (key,), node.lineno))
+            case ast.Assign() | ast.Return() | ast.keyword() | ast.Subscript() if self.calls:
+                self._put(self.rows.chosen(node))
             case ast.For() | ast.While() if self._loops:
                 self._put(of_loop(node, self.known, of_a_job=bool(self.calls)))
             case ast.If(test=test, body=body) if self._loops and ".step()" in "".join(map(ast.unparse, body)):
@@ -218,28 +217,15 @@ class Settings:
         given = {key[0] for key in said}
         for name, value in zip(places, call.args, strict=False):
             if name not in given and not isinstance(value, ast.Starred):
-                said |= self.known.entries(self._of_all(value) if name == "seed" else value, (name,))
-        groups = self.known.meant(call.args[0]) if call.args and places[:1] == ["params"] else None
-        first = groups.elts[0] if isinstance(groups, ast.List) and groups.elts else None
-        if first is not None:  # of several groups, the others are usually those without decay
-            kept = {("lr",), ("weight_decay",)} - said.keys()
-            said |= {key: one for key, one in self.known.entries(first).items() if key in kept}
+                said |= self.known.entries(of_all(value, self.known) if name == "seed" else value, (name,))
+        if call.args and places[:1] == ["params"]:
+            said |= of_groups(call.args[0], said, self.known)
+            self._put({key: said.pop(key) for key in [OWN_GROUPS] if key in said})
         if last in names("calls") or last in self.calls:
             for name, after in self.known.later(call):
                 said = {key: one for key, one in said.items() if key[0] != name}
                 said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
         return said
-
-    def _of_all(self, number: ast.expr) -> ast.expr:
-        """A number without what each process adds to it: `1337 + rank`, `steps * num_processes`."""
-        match made := self.known.meant(number):
-            case ast.BinOp(left=one, op=ast.Add() | ast.Mult(), right=other):
-                texts = {
-                    part: ast.unparse(part) + ast.unparse(self.known.meant(part)) for part in (one, other)
-                }
-                kept = [part for part, text in texts.items() if not _OF_PROCESS.search(text)]
-                return kept[0] if len(kept) == 1 else made
-        return number
 
     def _configured(self, called: str, said: Said) -> Said:
         """Take DeepSpeed's settings, where the arguments have them as a dict."""
@@ -292,10 +278,8 @@ class Settings:
         if (warmup := given.get("num_warmup_steps")) and (share := self._share(warmup)):
             del said["num_warmup_steps",]
             self._put({("warmup_ratio",): (call.lineno, share)})
-        for name in (
-            _STEPS & given.keys() if self._prepared else ()
-        ):  # which Accelerate steps for each process
-            said |= self.known.entries(self._of_all(given[name]), (name,))
+        for name in _STEPS & given.keys() if self._prepared else ():
+            said |= prepared(given[name], name, self.known, self._inputs.environment)
         wraps = [one for one in said if one[0].startswith("activation_checkpointing")]  # Lightning's classes
         said |= {one: (said[one][0], True) for one in wraps}
         self._put({(f"{last}()",): (call.lineno, True)} | {(last, *key): v for key, v in said.items()})

@@ -4,13 +4,13 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from shardwise.job.source import Key, drop
 from shardwise.lint.schema import names
 from shardwise.lint.script_bound import REPLACE, Bound, remembered
 from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
-from shardwise.lint.script_names import Said, changes_by, dotted, path_of, rest_of
+from shardwise.lint.script_names import Said, changes_by, dotted, handed_on, path_of, plain_rows, rest_of
 from shardwise.lint.script_sums import UNKNOWN, computed, literal
 
 MOST_READ = 20_000  # entries of dicts of a script
@@ -155,22 +155,15 @@ class Values(Bound):
 
     def _rows(self, node: ast.AST) -> list[tuple[Key | None, ast.expr | None, int]] | None:
         """Path, value and line of a mapping's keys, then changes; () for `**`, None for any path or value."""
-        match node:
-            case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                rows = [(path_of(k) if k else (), v, k.lineno if k else 0) for k, v in pairs]
-            case ast.Call(func=ast.Name(id="dict"), args=others, keywords=given):
-                rows = [((), one, 0) for one in others]
-                rows += [((k.arg,) if k.arg else (), k.value, k.lineno if k.arg else 0) for k in given]
-            case ast.Call(func=ast.Attribute(attr="copy", value=other), args=[]):
-                rows = [((), other, 0)]
-            case ast.Call() if self._defaults and (held := self._inputs.file(node, self.meant, self.value)):
-                self._above[held] = node
-                for one in ast.walk(held):
-                    self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
-                rows = [((), held, 0)]
-            case _:
-                return None
+        rows = plain_rows(node, self.flow.scopes if self._defaults else None)
+        loads = rows is None and isinstance(node, ast.Call) and self._defaults
+        if loads and (held := self._inputs.file(cast(ast.Call, node), self.meant, self.value)):
+            self._above[held] = node
+            for one in ast.walk(held):
+                self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
+            rows = [((), held, 0)]
+        if rows is None:
+            return None
         return [*rows, *self._changes.get(node, [])]
 
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
@@ -329,7 +322,7 @@ class Values(Bound):
         preset = presets(function)
         if self._defaults and (flagged := commanded(function)) is not None:
             flags, _, value = flagged.get(arg.arg, ([arg.arg], "", preset.get(arg.arg)))
-            value = self._inputs.flag(flags) or value
+            value = self._inputs.flag(flags) or (None if {"*", *flags} & {*self._inputs.more} else value)
             if arg is function.args.kwarg:
                 every = [(name, self._inputs.flag(flags) or one) for name, (flags, _, one) in flagged.items()]
                 value = rest_of([ast.keyword(name, one) for name, one in every if one], function, arg.lineno)
@@ -345,6 +338,10 @@ class Values(Bound):
                 rest = [preset[arg.arg]] if arg.arg in preset else []
                 rest = self._item(given[None], ast.Constant(arg.arg), rest) if None in given else rest
                 given = {arg.arg: rest[0]} | given if rest else given
+            elif isinstance(call, ast.Call) and (handed := handed_on(call, use)):
+                given = dict(
+                    zip(places[handed[0] :], getattr(self.meant(handed[1]), "elts", []), strict=False)
+                )
             elif isinstance(call, ast.Call) and self._defaults and name_of(call.func) in _COMMANDS:
                 given = preset | ({arg.arg: flag} if flag else {})
             if arg is function.args.kwarg and isinstance(call, ast.Call):

@@ -41,11 +41,14 @@ _OTHER = pattern("started_scripts")
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
+_ARGUMENT = re.compile(r"\$\{?[\d@*]")  # of the shell's script, which has none when it runs as it is
+_IF_SET = re.compile(r"\$\{(\w+):?\+\s*(--[\w-]+)(?:[ =][^{}]*)?\}")  # `${LR:+--lr $LR}`
 NO_COMMAND = "it has no deepspeed, torchrun or accelerate command"
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
 LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
 MORE = "launcher.more"  # the key for another command below, which is not read
 STARTS = "launcher.starts"  # the key for scripts that a script without a command of its own starts
+MORE_FLAGS = "launcher.more_flags"  # the key for words after the script that may hold any flags of it
 OPEN = "launcher.open"  # the key that says that the command has words which only the shell knows
 
 
@@ -78,7 +81,8 @@ def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = Fals
     before, _, after = rows[0].partition(word)
     rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
-    words = deque((word, at) for at, row in lines for word in _split(row if final else known.expanded(row)))
+    rows_ = ((row if final else known.expanded(_IF_SET.sub(r"\2 $\1", row)), at) for at, row in lines)
+    words = deque((word, at) for row, at in rows_ for word in _split(row))
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
     own = set[str]()  # keys that the script's flags gave: of two, its argparse takes the last
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
@@ -108,7 +112,9 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`
         before = text[start.start() : start.start(1)].replace("\\\n", " ")  # variables on lines of their own
         rows = (before + text[start.start(1) : len(text) if end < 0 else end]).split("\n")
-        known = next(known for command, known in steps(text + "\n:") if command.end > start.start(1))
+        held = (known for command, known in steps(text + "\n:") if command.end > start.start(1))
+        if (known := next(held, None)) is None:  # the lines of a `<<EOF` that is never closed
+            return None
         return line_at(text, start.start(1)), rows, start[1], known, quoted, False
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):
@@ -130,11 +136,12 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
 
     `flags` gets the keys of the script's.
     """
-    before_script = known = True
+    before_script, known, more = True, True, list[tuple[str, int, bool]]()
     while words and not _ENDS.match(words[0][0]):
         word, line = words.popleft()
         if word.startswith("$"):
             known = False  # what follows may be the script's
+            more += [(word, line, before_script)] * (_ARGUMENT.match(word) is None)
             yield OPEN, word, line
         assigned = re.fullmatch(
             r"([A-Z_]+)=(.*)" if before_script else r"\+{0,2}([A-Za-z_][\w.]*)=(.*)", word
@@ -167,6 +174,25 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             if before_script and key:
                 yield key, swift[1] if swift else word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$") and not script
+    yield from _more_flags(more, began=not before_script)
+
+
+def _more_flags(words: list[tuple[str, int, bool]], *, began: bool) -> Iterator[tuple[str, Any, int]]:
+    """The words that may hold flags of the script: all, unless it `began` after some, the launcher's."""
+    held = [(word, line) for word, line, before in words if not (began and before)]
+    yield from ((MORE_FLAGS, [word for word, _ in held], line) for _, line in held[:1])
+
+
+def flags_within(command: Document) -> Iterator[str]:
+    """The flags that the words of a command may hold which only the shell knows; `*` stands for any.
+
+    A variable that the script sets has flags of the script's text.
+    """
+    for word in command.get(MORE_FLAGS) or ():
+        name = re.search(r"[A-Za-z_]\w*", word)
+        own = name and re.search(rf"(?m)(?:^|[\s;]){name[0]}\+?=", command.text)
+        named = re.findall(r"(?<![\w-])--([\w-]+)", command.text) if own else ["*"]
+        yield from (one.replace("-", "_") for one in named)
 
 
 def _more(words: deque[tuple[str, int]], flag: str) -> bool:

@@ -9,9 +9,10 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any
 
+from shardwise.lint.document import line_at
 from shardwise.lint.schema import pattern, table
 from shardwise.lint.script_sums import UNKNOWN, computed
 from shardwise.lint.shell_commands import Command, brackets_end, commands, words
@@ -32,6 +33,12 @@ _DEFAULT = re.compile(r":\s+\"?\$\{(\w+):?=([^{}\"]*)\}\"?")
 _PIECE = re.compile(
     r"\\.|'[^']*'|\"\$\{\w+\[@\]\}\"|\"|\$(?:\d|[A-Za-z_]\w*)|\$\(\(|\$[({]|`", re.ASCII | re.DOTALL
 )
+# `read -r -d '' NAME <<EOF` and `NAME=$(cat <<EOF`, and the lines down to the word
+_HERE = re.compile(
+    r"(?:\bread\b[^\n<;|&]{0,200}?\s(?P<read>\w+)|(?<!\w)(?P<set>\w+)=\"?\$\(\s{0,9}cat)[ \t]*<<-?[ \t]*"
+    r"(?P<quote>[\"'\\]?)(?P<end>\w+)[\"']?[^\n]*\n"
+)
+_MOST_HERE = 100  # of these in a script that are read
 _BRACES = re.compile(r"(#?)(\w+)(?:\[([@*]|\d{1,4})\])?(?:(:?-)(.*))?", re.ASCII | re.DOTALL)
 _EXPR = re.compile(r"\$\(\s*expr\s+([^()`;|&]*)\)")
 _SBATCH = re.compile(r"^#SBATCH[ \t](.*?)(?:[ \t]#.*)?$", re.MULTILINE)
@@ -74,6 +81,10 @@ class Variables:
         for name, value in (header(text) | _options(started if len(started) == 1 else [])).items():
             count = value.rpartition(":")[2] if name in ("gpus-per-node", "gres") else value
             self._known |= dict.fromkeys(_SLURM.get(name, ()), count)
+        self._here = dict[int, tuple[re.Match[str], str]]()
+        for one in islice(_HERE.finditer(text), _MOST_HERE):
+            if last := re.compile(rf"^\t*{one['end']}$", re.MULTILINE).search(text, one.end()):
+                self._here[line_at(text, one.start())] = one, text[one.end() : last.start()]
         later = [one.text for one in read if one.repeated]
         self._never = {name for one in later for name in _touched(one)}
         self._last = {name: place for place, one in enumerate(read) for name in _touched(one.text)}
@@ -106,7 +117,11 @@ class Variables:
         parts = words(text) if "=" in text or text.startswith(tuple(_TOUCHES)) else []
         declares = _DECLARES.match(text) is not None
         given = [found for part in parts if (found := _ASSIGNED.fullmatch(part))]
-        if (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
+        here, body = self._here.get(command.line, (None, ""))
+        if here and (here["set"] or "read" in words(text)):
+            lines = body if here["quote"] else self.expanded(body)
+            self._set(here["read"] or here["set"], lines.replace("\\\n", " "), sure)
+        elif (default := _DEFAULT.fullmatch(text)) and default[1] not in self._known:
             self._set(default[1], self._use(f"${{{default[1]}:-{default[2]}}}"), sure)
         elif found := _SUM.fullmatch(text):
             self._set(found[1], self._sum(found[2]), sure)

@@ -166,9 +166,9 @@ CASES: dict[str, Case] = {
     ),
     "TRL's field, as it is": (
         {"train.py": f"{HF}SFTTrainer('a/b', args=SFTConfig('o', dataset_text_field='text')).train()\n"},
-        {},
+        {"data.format": "text"},
         (),
-        ("field",),
+        ("prepare rows",),
     ),
     "Axolotl's field of the text": (
         {"a.yaml": AXOLOTL.replace("type:", "field: input\n    type:")},

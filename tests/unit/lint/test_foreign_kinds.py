@@ -540,7 +540,7 @@ CASES |= {
             '  ARGS+=(--epochs 4)\nfi\ntorchrun --nproc_per_node 2 train.py "${ARGS[@]}"\n',
             "train.py": ARGPARSE,
         },
-        {"train.micro_batch": 1},
+        {"train.micro_batch": None, "train.epochs": None, "optimizer.learning_rate": 1e-3},
         ("to do: run.sh:8: ${ARGS[@]}: only the shell knows the flags in it; write what they say",),
     ),
     "walk: a condition that only the shell knows": (

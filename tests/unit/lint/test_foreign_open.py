@@ -497,7 +497,7 @@ CASES: dict[str, Case] = {
             "train.py": f"{HEAD}ROWS = 9\nval = find()\nval = val.select(range(min(ROWS, len(val))))\nTrainer(m, TrainingArguments('o', eval_strategy='steps'), eval_dataset=val)\n"
         },
         {"data.max_samples": None},
-        ("to do: train.py: evaluation rows (line 5): prepare a file with these rows",),
+        ("to do: train.py: evaluation rows (line 5) `9`: prepare a file with these rows",),
         (),
     ),
     "a part that is not taken": (

@@ -182,7 +182,12 @@ class SFTTrainer:
 STARTS = "from .sft import SFTTrainer\nfrom .config import load\nc = load('c.yaml')\nSFTTrainer(c.sft_config, c.model_config).run()\n"
 LORA = "lora: {r: 16, alpha: 32, target_modules: [q_proj, v_proj]}\n"
 CASES |= {
-    "a section": ({"c.yaml": OWN}, SECTION, ("sft_data_path rows.jsonl: not understood",), ("DeepSpeed",)),
+    "a section": (
+        {"c.yaml": OWN},
+        SECTION | {"data.train": "rows.jsonl"},
+        (),
+        ("DeepSpeed", "sft_data_path"),
+    ),
     "a section that a script reads elsewhere": (
         {"pkg/main.py": STARTS, "pkg/sft.py": BY_CONFIG, "c.yaml": OWN + "  # more\n"},
         SECTION | {"optimizer.weight_decay": 0.1},
@@ -302,7 +307,7 @@ CASES |= {
         },
         {"train.micro_batch": 1, "train.global_batch": 1, "data.sequence_length": 2048},
         (
-            "BATCH_SIZE 1: not understood; write train.micro_batch, train.global_batch; until then 1",
+            "BATCH_SIZE 1: not understood; write train.micro_batch, train.global_batch; until then train.micro_batch 1",
             "MAX_LENGTH 2048: not understood; write data.sequence_length; until then 2048",
         ),
         (),

@@ -208,3 +208,24 @@ def test_a_configuration_of_a_script_is_one(tmp_path: Path) -> None:
     script.write_text(script.read_text().replace("lr=cfg['lr']", "lr=float(cfg['lr'])"))
     documents, broken = load([settings, script])
     assert not check(Setup(documents=documents), broken).findings
+
+
+@pytest.mark.parametrize("name", ["shift_jis", "sjis", "latin-1"])
+def test_a_script_is_read_and_written_in_the_encoding_that_it_names(tmp_path: Path, name: str) -> None:
+    word = "caf\xe9" if name == "latin-1" else "\u5b66\u7fd2"
+    text = f"# -*- coding: {name} -*-\n# {word}\n{SCRIPT}TrainingArguments('o', learning_rat=1)\n"
+    path = tmp_path / "train.py"
+    path.write_bytes(text.encode(name))
+    documents, broken = load([path])
+    assert not broken
+    assert word in documents[0].text
+    fix_files(Setup(documents=documents), [path])
+    assert path.read_bytes() == text.replace("learning_rat=", "learning_rate=").encode(name)
+
+
+@pytest.mark.parametrize("name", ["utf-8", "no-such", "rot13"])
+def test_a_script_in_another_encoding_than_it_names_is_a_finding(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(f"# coding: {name}\n# \u5b66\u7fd2\n".encode("shift_jis"))
+    _, (one,) = load([path])
+    assert one.what.startswith("it is not UTF-8 text")

@@ -1,6 +1,7 @@
 """Lists of datasets: Axolotl's, and those that LLaMA-Factory knows by name."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,10 +22,10 @@ _OF_EACH = "prepare files with so many rows of each; data.max_samples counts tho
 
 def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[Document]:
     """The document with paths for its datasets, and one for what is said of them elsewhere."""
-    tool = "swift" if swift else "axolotl" if "base_model" in document.values else ""
+    tool = "swift" if swift else "axolotl" if "base_model" in document.values else started(document)
     own = {key: f"{tool}.{key}" for key in TABLE["others"].get(tool, ())}  # words that others mean otherwise
     values = {own.get(key, key): value for key, value in document.values.items()}
-    marks = {(tool, *key) if key[0] in own else key: mark for key, mark in document.marks.items()}
+    marks = {(own.get(key[0], key[0]), *key[1:]): mark for key, mark in document.marks.items()}
     if swift:
         _take_counts(values, marks, f"{document.name}:{document.line(('dataset',))}", said)
     for name in ("datasets", "test_datasets"):
@@ -54,6 +55,14 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
             said.append(f"to do: {place}: max_samples: {count} rows: {_OF_EACH}")
         held += info.settings(names)
     return [replace(document, values=values), *held]
+
+
+def started(document: Document) -> str:
+    """The tool whose module a command starts."""
+    shell = document.syntax == "shell"
+    return next(
+        (tool for tool, words in TABLE["started"].items() if shell and re.search(words, document.text)), ""
+    )
 
 
 def _take_counts(values: dict[str, Any], marks: dict[Key, Mark], place: str, said: list[str]) -> None:

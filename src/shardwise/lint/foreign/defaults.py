@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.lint.document import AUTO, Document, line_at
+from shardwise.lint.foreign.datasets import started
 from shardwise.lint.foreign.table import TABLE, leaves
 from shardwise.lint.read import is_file
 from shardwise.lint.schema import names
@@ -20,6 +21,9 @@ _PINS = ("requirements*.txt", "pyproject.toml", "setup.py", "environment.y*ml")
 _OLD_PIN = re.compile(r"(?m)^[^#\n]*(?<![\w-])trl(\[\w+\])?\s*(==|~=|<=?)\s*0\.(\d|1\d|2[01])\b")
 _CHATS = re.compile(r"(?i)chat|instruct|[-_]it\b|zephyr|hermes|sft|dpo")  # in names of models with a template
 _EVALUATION, _EVALUATES = ("do_eval", "eval_strategy", "evaluation_strategy"), (True, "steps", "epoch")
+_CHAT = re.compile(r"chat_template|messages|conversations|\.map\(|formatting_func")  # rows of another shape
+_LOOP = re.compile(r"(?m)^[^#\n]*\.backward\(")
+_EVALUATED = ("every evaluation", "an evaluation after epochs")  # of a loop
 _OTHERS = {key: re.compile(words) for key, words in TABLE["of_other_libraries"].items()}
 _BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_quant_type")  # whose defaults are not a job's
 
@@ -35,7 +39,8 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     given |= {f"{k}={v}" for one in documents for k, v in leaves(one.values) if k.endswith(".type")}
     given |= set() if _CHATS.search(model) else {"base model"}
     asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
-    places = ((one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES)
+    places = [(one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES]
+    places += [(one, key) for one in scripts for key in _EVALUATED if one.has(key)]
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
     setup = Setup(documents=tuple(documents)) if " is not there;" not in " ".join(said) else Setup()
     also = {
@@ -46,6 +51,9 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "several": setup.hugging_face and (setup.launched or 1) > 1,
         "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
+        "text_field": any(one.get("dataset_text_field") == "text" for one in documents)
+        and not any(_CHAT.search(one.text) for one in scripts)
+        and not any("data.format" in one for one in said),
         "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
     }
     made_by = (tool for tool in TABLE["tools"] if any(one.has(tool) for one in scripts))  # `Plugin()`
@@ -66,7 +74,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             by_name = TABLE["peft_targets"].items()
             modules = next(one for sign, one in by_name if re.search(sign, model, re.IGNORECASE))
             own.append(f"{_TARGETS}=[{modules}]")
-        if own:
+        if own and not (tool == "any" and evaluation):  # whose rows the user is asked for
             shown = ", ".join(own).replace("batch.micro=", "train.micro_batch=").replace("batch.", "")
             said.append(f"assumed, as {TABLE['tools'][tool]} does: {shown}")
         made |= {change.partition("=")[0]: change for change in own}
@@ -97,8 +105,10 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
         known = {*TABLE["marks"]} & document.values.keys()
         if alone and Path(str(document.get("script"))).name == "sft.py":
             return ["sft_script", "sft_config", "trl_22", "trl"]
-        if not known or not alone:
+        if not alone or not (known or started(document)):
             return []
+        if tool := started(document):
+            return [tool]
         if "base_model" in known:
             return ["axolotl"]
         if {*names("of_llama_factory")} & document.values.keys():
@@ -119,5 +129,5 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
     torch = ["torch"] if any(document.has(f"{name}()") for name in TABLE["adam"]) else []
     if "deepspeed.initialize" in document.uses:
         return [*adapters, *torch, "engine"]
-    loop = ["loop"] if torch or document.has("DataLoader()") else []
+    loop = ["loop"] if torch or document.has("DataLoader()") or _LOOP.search(document.text) else []
     return [*unsloth, *adapters, *torch, *loop]

@@ -13,6 +13,7 @@ from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
+from shardwise.lint.foreign.hydra import composed
 from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
@@ -22,12 +23,13 @@ from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
 from shardwise.lint.schema import as_number, names
-from shardwise.lint.script_inputs import OPEN, Inputs, options_of
+from shardwise.lint.script_inputs import OPEN, Inputs, field_names, options_of
 from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
 from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
+from shardwise.lint.shell_text import flags_within
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
@@ -35,12 +37,10 @@ _FILLS = _WORDS["fills"]
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
-_ONE_LESS = re.compile(r"\[[\"']input_ids[\"']\]\[:-1\]")  # a token more was cut off, to be left out
 _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
-_EACH = ("gpu", "auto")  # of --nproc_per_node: as many processes as GPUs
 _GPUS = ("num_gpus", "nproc_per_node", "num_processes", "NPROC_PER_NODE")
 
 
@@ -51,7 +51,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     """
     documents, broken = load(files, other="training")
     said += map(_of_part, broken)
-    documents = tuple(with_calls(documents))
+    documents = tuple(with_calls(composed(documents, said)))
     documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
@@ -62,7 +62,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
         said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
-    documents = tuple(_in_full(one, options) for one in with_settings(documents))
+    documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
@@ -178,6 +178,8 @@ def _refuse(document: Document, texts: str) -> None:
         for key, value in given.items()
         if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
     ]
+    module = re.search(TABLE["other_modules"], document.text) if document.syntax == "shell" else None
+    other += [(module[1], line_at(document.text, module.start()))] if module else []
     own = TABLE["other_keys"] if document.syntax in ("yaml", "json") else {}
     other += [(f"{key} ({of})", document.line((key,))) for key, of in own.items() if document.has(key)]
     calls = {name.rpartition(".")[2] for name in document.uses}
@@ -243,6 +245,7 @@ def _inputs(
         environment,
         Path(script.name).parent,
         commanded=known,
+        more={name for one in commands for name in flags_within(one)},
         alone=plain and not any("srun" in one.text for one in commands),
         imported=imported,
         given=given,
@@ -257,7 +260,7 @@ def _with_gpus(command: Document) -> Document:
     values = dict(command.values)
     in_file = values["launcher"] == "accelerate" and "config_file" in values
     asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
-    if values.get("nproc_per_node") in _EACH and asked.isdecimal():
+    if values.get("nproc_per_node") in ("gpu", "auto") and asked.isdecimal():
         values["nproc_per_node"] = int(asked)
     if not in_file and not any(name in values for name in _GPUS):
         shown = values.get("CUDA_VISIBLE_DEVICES", command.environment.get("CUDA_VISIBLE_DEVICES", ""))
@@ -286,6 +289,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if f"{one}={command.get(one)}" in TABLE["notes"]}
+    kept |= {one for one in unused if TABLE["keys"][one] == "name"}
     plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
     kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
     kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
@@ -332,7 +336,7 @@ def _of_names(one: Document, given: str, asked: set[Path], *, alone: bool) -> It
             yield f"to do: {place}: only a run knows {name}; add the JSON to --from"
 
 
-def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
+def _take_flags(script: Document, read_: Settings, given: set[str], others: str) -> None:
     """Flags that some function of the script counts or cuts by; QLoRA's scripts cut the answers apart."""
     values, marks, presets = read_.values, read_.marks, read_.known.presets
     halves = [presets.of(name) for name in ("source_max_len", "target_max_len")]
@@ -342,11 +346,13 @@ def _take_flags(script: Document, read_: Settings, given: set[str]) -> None:
         marks["max_length",] = Mark(line=halves[0][0].lineno)
         values |= {"max_length": sum(numbers)} if all(isinstance(one, int) for one in numbers) else {}
     cut = values.get("tokenizer") or {}
-    if isinstance(cut.get("max_length"), int) and _ONE_LESS.search(script.text):
-        cut["max_length"] -= 1
+    if isinstance(cut.get("max_length"), int) and re.search(r"\[[\"']input_ids[\"']\]\[:-1\]", script.text):
+        cut["max_length"] -= 1  # a token more was cut off, to be left out
     stated = {target for place in marks for target in targets_of(script, place)}
     open_ = {rule for rule in _OF_FLAGS if not {rule, TABLE["instead"].get(rule)} & stated}
     names_ = (name for name, rule in TABLE["keys"].items() if isinstance(rule, str) and rule in open_)
+    made = [one for one in ast.parse(script.text).body if f"{getattr(one, 'name', '?')}(" in others]
+    given = given | {name for one in made for name in field_names(one, lambda base: base)}
     for name in (one for one in names_ if one not in given):
         for default in (shown := presets.of(name))[:1]:
             marks[name,] = Mark(line=default.lineno)
@@ -368,7 +374,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str], given: set[str
             pairs = '"completion"' in rows.readline(100_000)
         if pairs and "completion_only_loss" not in values and "SFTTrainer" in script.text:
             values["completion()"] = True
-    _take_flags(script, read_, given)
+    _take_flags(script, read_, given, "".join(map(ast.unparse, inputs.others.values())))
     taken = [Path(name).name for name in inputs.given if Path(name) in inputs.loaded]
     said += [f"assumed: {script.name} reads {name}" for name in taken]
     known = {one.name for one in inputs.loaded}

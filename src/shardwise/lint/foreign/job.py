@@ -56,6 +56,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     for document in documents:
         stated += resolve.folded([*statements(document, setup, strategy, said)], setup, said)
     said += answers_in_text(documents)
+    scripts = [one for one in documents if one.syntax == "python"]
+    stated = resolve.with_held_out(resolve.of_this_tool(stated, scripts), swift=swift)
     saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
     shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
     by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
@@ -107,6 +109,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     plain = {"text" for one in stated if (one.key, one.value) == ("data.format", "text")}
     keys = plain | {key for one in documents for key, value in leaves(one.values) if value is not None}
     model = next((one.value for one in stated[::-1] if one.key == "model.source"), "")
+    said += resolve.of_other_senses(stated, model)
     if any(one.has("seed") for one in documents):  # no default of a tool, also where only a run knows it
         asked |= {"train.seed"}
     assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.suspects import decides
@@ -54,7 +55,7 @@ def without_idle(document: Document, texts: str, taken: set[str], said: list[str
 def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> None:
     """Say once which flags no script reads; say of no key that a job has none, if its value is `used`."""
     start, scripts = f"left out: {NO_KEY}: ", [one for one in documents if one.syntax == "python"]
-    read = {name for one in scripts for node in ast.walk(ast.parse(one.text)) for name in _read_by(node)}
+    read = names_read(scripts)
     asked = " ".join(one for one in said if one.startswith("to do"))
     for one in documents if scripts else ():
         flags = [
@@ -66,6 +67,30 @@ def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> No
             said.append(f"to do: {one.name}:{min(one.line((flag,)) for flag in flags)}: {what}")
             used = used | {*flags}
     said[:] = [one for one in said if one.removeprefix(start) not in used]
+
+
+def names_read(scripts: Sequence[Document]) -> set[str]:
+    """The names by which scripts take values."""
+    return {name for one in scripts for node in ast.walk(ast.parse(one.text)) for name in _read_by(node)}
+
+
+def is_choice(name: str, value: Any, scripts: Sequence[Document]) -> bool:
+    """Whether a setting's value is a word that scripts compare it with, or one of a parser's choices."""
+    held = re.compile(rf"\b{re.escape(name)}\b['\"\])]*(\.\w+\(\))?$")
+    for node in (node for one in scripts for node in ast.walk(ast.parse(one.text))):
+        match node:
+            case ast.Compare(left=one, comparators=[other]):
+                sides: list[ast.AST] = [one, other]
+            case ast.Match(subject=one, cases=cases):
+                sides = [one, *(part.pattern for part in cases)]
+            case ast.Subscript(value=other, slice=one):
+                sides = [one, other]
+            case _:
+                continue
+        words = {getattr(part, "value", None) for side in sides for part in ast.walk(side)}
+        if value in words and any(held.search(ast.unparse(side)) for side in sides):
+            return True
+    return False
 
 
 def _read_by(node: ast.AST) -> Iterator[str]:

@@ -15,7 +15,10 @@ import yaml
 from shardwise.job.paths import is_local
 from shardwise.job.schema import BUCKET, Train
 from shardwise.job.strategies import NAMED
+from shardwise.lint.document import Document
+from shardwise.lint.foreign.reads import is_choice, names_read
 from shardwise.lint.foreign.statements import Statement
+from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated
@@ -50,6 +53,29 @@ def with_precision(stated: Sequence[Statement]) -> list[Statement]:
     if not halves:
         return [*others, *own]
     return [*(one for one in own if one.value != "fp32"), *others]
+
+
+def of_this_tool(stated: Sequence[Statement], scripts: Sequence[Document]) -> list[Statement]:
+    """The statements without what another tool means by a name that a script has for its own.
+
+    That is the rank of ms-swift's `train_type: lora`, and `dataset: sql` where the script compares it with
+    words to choose its data.
+    """
+    read = names_read(scripts)
+    keys = [one.place.partition(": ")[2].partition(" ")[0] for one in stated]
+    own = [key for key, one in zip(keys, stated, strict=True) if one.key == "model.lora.rank" and one.word]
+    choices = {
+        (key, one.value)
+        for key, one in zip(keys, stated, strict=True)
+        if one.key == "data.train" and re.fullmatch(r'"[\w-]+"', one.value)
+        if is_choice(key, json.loads(one.value), scripts)
+    }
+    ranks = read & {*own}
+    return [
+        one._replace(value="") if (key, one.value) in choices else one
+        for key, one in zip(keys, stated, strict=True)
+        if not (one.key == "model.lora.rank" and one.word and key in ranks)
+    ]
 
 
 def with_last_rate(one: Statement, stated: Sequence[Statement], said: list[str]) -> Statement:
@@ -107,6 +133,13 @@ def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
     return [one for one in stated if one not in lost]
 
 
+def of_other_senses(stated: Sequence[Statement], model: str) -> Iterator[str]:
+    """What is said of a model that also reads pictures, as far as its name shows."""
+    if re.search(TABLE["words"]["other_senses"], model.strip('"')):
+        place = next(one.place for one in stated[::-1] if one.key == "model.source")
+        yield f"to do: {place}: {TABLE['reasons']['model of pictures']}"
+
+
 def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
     """A model that a run has written, as a path: `out/checkpoint-100` could be a name on a hub."""
     name = one.value.strip('"')
@@ -136,6 +169,13 @@ def conflicts(stated: Sequence[Statement]) -> Iterator[str]:
         *lost, used = places.values()
         if key not in _TOGETHER:
             yield from (f"conflict: {used} is used, not {one}" for one in lost)
+
+
+def with_held_out(stated: Sequence[Statement], *, swift: bool) -> list[Statement]:
+    """The statements without a share next to files that are held out: of 0, or any of ms-swift's."""
+    files = any(one.key == "data.eval" and one.value for one in stated)
+    shares = [one for one in stated if one.key == "data.eval_fraction" and files]
+    return [one for one in stated if one not in shares or not (swift or as_number(one.value) == 0)]
 
 
 def swift_rows(parts: Mapping[str, int], said: list[str]) -> int:

@@ -6,12 +6,16 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
+from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.foreign.table import TABLE, targets
+from shardwise.lint.read import LARGEST_FILE_BYTES, found
 from shardwise.lint.schema import names
+from shardwise.lint.script_inputs import OPEN
 from shardwise.lint.script_inputs import sections as all_sections
 from shardwise.lint.script_text import read_python
 
@@ -68,12 +72,39 @@ def _keys(path: Key, section: Mapping[str, Any]) -> Iterator[tuple[Key, str, str
         yield from ((path, key, names_.get(key, key)) for key in held)
 
 
-def with_settings(documents: Sequence[Document]) -> Iterator[Document]:
-    """The documents; of a script with `exec(open(...).read())` the values are those of files of settings."""
+def with_settings(documents: Sequence[Document], said: list[str]) -> Iterator[Document]:
+    """The documents; of a script with `exec(open(...).read())` the values are those of files and flags."""
+    commands = [one for one in documents if one.syntax == "shell"]
+    running = [one for one in documents if one.syntax == "python" and _RUNS.search(one.text)]
     texts = [one.text for one in documents if one.syntax == "python" and not _STATEMENT.search(one.text)]
-    found = dict(found for held in texts for found in _SETTING.findall(held))
+    texts += [text for one in commands if running for text in _named(one, documents, said)]
+    known = dict(row for held in texts for row in _SETTING.findall(held))
+    own = {name for one in running for name, _ in _SETTING.findall(one.text)}
+    kept = {key for key, rule in TABLE["keys"].items() if isinstance(rule, str) and rule[:6] != "batch."}
+    for one in commands:
+        for name in own & one.flags & one.values.keys():
+            known[name] = "input()" if OPEN.search(str(one.get(name))) else repr(one.get(name))
     for one in documents:
-        runs = one.syntax == "python" and _RUNS.search(one.text)
-        lines = [(row.partition(" = ")[0], row) for row in one.text.split("\n")]
-        text = "\n".join(f"{name} = {found[name]}" if name in found else row for name, row in lines)
-        yield replace(read_python(text, one.name), cells=one.cells) if runs and found else one
+        if one in running and known:
+            lines = [(row.partition(" = ")[0], row) for row in one.text.split("\n")]
+            text = "\n".join(f"{name} = {known[name]}" if name in known else row for name, row in lines)
+            yield replace(read_python(text, one.name), cells=one.cells)
+        elif one in commands:  # whose flags have done their part
+            values = {name: value for name, value in one.values.items() if name not in own & one.flags - kept}
+            yield replace(one, values=values, flags=one.flags - (own - kept))
+        else:
+            yield one
+
+
+def _named(command: Document, documents: Sequence[Document], said: list[str]) -> Iterator[str]:
+    """The texts of the files of settings that a command names after its script, and that nobody gave."""
+    given, script = {Path(one.name).name for one in documents}, str(command.get("script"))
+    for name in re.findall(r"(?<=[\s=])[\w./-]+\.py\b", command.text.partition(script)[2]):
+        there = found([name], Path(command.name).parent)
+        text = read_bounded(there[0], LARGEST_FILE_BYTES).decode(errors="replace") if there else ""
+        if Path(name).name in given or (text and _STATEMENT.search(text)):
+            continue
+        place = f"{command.name}:{command.line(('script',))}"
+        what = f"assumed: {script} reads {name}"
+        said.append(what if there else f"to do: {place}: {name} is not there; add it to --from")
+        yield text

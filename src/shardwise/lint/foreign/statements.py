@@ -10,7 +10,16 @@ from shardwise.job import source
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.files import is_open, targets_of
-from shardwise.lint.foreign.table import BY_NAME, TABLE, lacks_number, leaves, meaning, reason, without_layer
+from shardwise.lint.foreign.table import (
+    BY_NAME,
+    TABLE,
+    held_by_heads,
+    lacks_number,
+    leaves,
+    meaning,
+    reason,
+    without_layer,
+)
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.schema import as_number, closest, deepspeed_schema, names
 from shardwise.lint.script_text import UNDEFINED
@@ -62,6 +71,8 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         notes = {f"{key}={value}", str(value)} & TABLE["notes"].keys() if not linear else ()
         said += [f"changed: {at}: {value}: {TABLE['notes'][note]}" for note in notes]
         word = not isinstance(TABLE["keys"].get(key), str)
+        if heads := ", ".join(held_by_heads(key, value)):
+            said.append(f"changed: {at}: {heads}: {TABLE['reasons']['adapted head']}")
         if lost := ", ".join(without_layer(key, value, model)):
             said.append(f"to do: {at}: {lost}: in no block of {model}; write model.lora.targets")
         if isinstance(meant, str):

@@ -76,7 +76,8 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         write = _WRITE.get(key, key)
         what = _LOSS if key == _OWN_LOSS else f"not understood; write {write}"
         if until := _likely(key, given, any(one.syntax == "python" for one in documents)):
-            what += f"; until then {until}"
+            first, several, _ = write.partition(", ")
+            what += f"; until then {first} {until}" if several else f"; until then {until}"
         said.append(f"to do: {place}: {names}: {what}")
         found[key] = place, until
     return found

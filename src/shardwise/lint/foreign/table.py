@@ -48,15 +48,24 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     if steps > 0 and rule == "train.epochs":
         return f"max_steps {steps} says how long to train, whatever the epochs"
     rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
+    if heads := held_by_heads(key, value):
+        value = [one for one in value if one not in heads]
     if rule is not None:
         return _taken(key, rule, value, number)
     return reason(key, word)
+
+
+def held_by_heads(key: str, value: Any) -> list[str]:
+    """The modules in a list of targets that are a model's head or embeddings, where a job has no adapters."""
+    targeted = TABLE["keys"].get(key) == "model.lora.targets" and isinstance(value, list)
+    return [str(one) for one in value if str(one).rpartition(".")[2] in TABLE["heads"]] if targeted else []
 
 
 def without_layer(key: str, value: Any, model: str) -> list[str]:
     """The modules in a list of targets that no layer of this family is, as far as the model's name shows."""
     known = next((names for sign, names in TABLE["modules"].items() if re.search(sign, model)), "").split()
     held = known and isinstance(value, list) and TABLE["keys"].get(key) == "model.lora.targets"
+    known = [*known, *TABLE["heads"]]
     return [str(one) for one in value if str(one).rpartition(".")[2] not in known] if held else []
 
 
