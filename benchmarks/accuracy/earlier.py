@@ -71,7 +71,7 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
-    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`, and `codes`, whose time is
+    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes` and `codes`, whose time is
     predicted as of today.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))

@@ -17,7 +17,7 @@ WIDTH, LEFT, RIGHT = 760, 70, 620
 TOP, BOTTOM = 40, 440  # of the scatter plot
 UPPER, LOWER = 500, 640  # of the differences
 HEIGHT = 690
-FAMILIES = ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")
+FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2", "ddp")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from shardwise.job.paths import absolute, below
 from shardwise.job.schema import BUCKET, Optimizer
 from shardwise.job.source import job_text
 from shardwise.job.strategies import NAMED
-from shardwise.planner.plan import SCHEMA
+from shardwise.planner.plan import SCHEMA, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.why import does_not_fit
 from shardwise.strategy import Strategy
@@ -46,7 +46,7 @@ def emit(
         changes: for a job: `key=value` texts, as for `--set`.
         making: entered while a plan is made.
     """
-    plan = _plan(_text(source))
+    plan, passed_over = _plan(_text(source)), tuple[str, ...]()
     for flag, value in {"--set": changes, "--gpus": gpus}.items():
         if plan is not None and value:
             raise JobError("a plan is not changed", where=flag, fix="name the job that it was made of")
@@ -59,6 +59,8 @@ def emit(
     else:
         job = load_job(source, changes).job
         made = make_plan(job, hardware_of(gpus), making=making)
+        if run == "script":
+            made, passed_over = _that_starts(made, to)
         chosen = Request.of_plan(made.to_json(), place, job=job)
         if chosen is None:
             raise does_not_fit(made)
@@ -68,7 +70,26 @@ def emit(
             values = below(WORK, values) if to in TARGETS else absolute(values)
             request = replace(chosen, job_text=job_text(values))
     emitted = files_for(to, request)
+    emitted = replace(emitted, notes=(*passed_over, *emitted.notes))
     return _new(with_energy(emitted) if run == "script" else emitted, out)
+
+
+def _that_starts(plan: Plan, to: Target) -> tuple[Plan, tuple[str, ...]]:
+    """The plan with the best choice that a launcher starts, and what is said of the plan's own.
+
+    The plan itself where it starts none: `files_for` says why.
+    """
+    best = plan.chosen
+    for option in plan.options if best else ():
+        try:
+            descriptor(option.strategy).check_launcher(to, option.strategy)
+        except JobError:
+            continue
+        if best is None or option.strategy == best.strategy or option.fit != best.fit:
+            break
+        left, name = best.strategy.name, option.strategy.name
+        return replace(plan, chosen=option), (f"--to {to} does not start {left}, the plan's choice: {name}",)
+    return plan, ()
 
 
 def library(name: str, out: Path) -> Emitted:

@@ -437,7 +437,9 @@ def test_a_job_is_planned_first(
 
     def make_plan(job: Any, hardware: Any, **_: Any) -> Any:
         asked.append((job.name, hardware.world_size))
-        return types.SimpleNamespace(to_json=lambda: PLAN | {"job": PLAN["job"] | {"name": job.name}})
+        return types.SimpleNamespace(
+            chosen=None, to_json=lambda: PLAN | {"job": PLAN["job"] | {"name": job.name}}
+        )
 
     monkeypatch.setattr("shardwise.app.emit.make_plan", make_plan)
     monkeypatch.chdir(tmp_path)
@@ -451,6 +453,20 @@ def test_a_job_is_planned_first(
     assert asked == [("emitted", 4)]
     assert json.loads(Path("engine/deepspeed.json").read_text())["optimizer"]["params"]["lr"] == 3e-4
     assert "--learning_rate 0.0003" in Path("engine/launch-trainer.sh").read_text()
+
+
+def test_the_best_strategy_that_the_launcher_starts_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The plan's choice for adapters is DDP, which the deepspeed launcher does not start."""
+    monkeypatch.chdir(tmp_path)
+    main(["init", "llama-2-7b-lora"])
+    for launcher in ("torchrun", "deepspeed"):
+        assert main(["emit", "job.yaml", "--gpus", "2xH100", "--to", launcher, "--out", launcher]) == 0
+    said = "".join(capsys.readouterr())
+    assert "--to deepspeed does not start ddp, the plan's choice: zero0" in said
+    assert not (tmp_path / "torchrun" / "deepspeed.json").exists()
+    assert (tmp_path / "deepspeed" / "deepspeed.json").exists()
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
