@@ -102,9 +102,9 @@ def train(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return steps[: arguments.steps]
 
 
-def main() -> None:
+def parse(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--assets", type=Path, required=True)
     parser.add_argument("--strategy", default="single", help="as in a job; its parts as JSON")
@@ -119,7 +119,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--keep", type=Path, help="copy the run folder there")
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         steps = train(arguments, Path(folder))
     name = f"shardwise {arguments.strategy}{f' lora{arguments.lora}' if arguments.lora else ''}"
