@@ -47,4 +47,5 @@ NAMED: dict[str, Parts] = {
     "zero3-offload": {"engine": "deepspeed", "stage": 3, **_HOST},
     "fsdp2": {"engine": "fsdp2"},
     "fsdp2-offload": {"engine": "fsdp2", **_HOST},
+    "ddp": {"engine": "ddp"},
 }

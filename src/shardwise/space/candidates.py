@@ -27,7 +27,7 @@ _ORDERED: tuple[Parts, ...] = (
     NAMED["zero3-offload"],
     NAMED["fsdp2-offload"],
 )
-SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in _ORDERED))
+SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, NAMED["ddp"])))
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -182,7 +182,7 @@ def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Part
     groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
     nodes = world_size // gpus_per_node
     pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
-    replicas: list[Parts] = [{"engine": "ddp"}] if adapters and world_size > 1 else []
+    replicas = [NAMED["ddp"]] if adapters and world_size > 1 else []
     return [*replicas, *SHAPES, *groups, *parallel, *pipelines]
 
 
