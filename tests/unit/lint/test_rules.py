@@ -62,6 +62,7 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+ADAMW = "o = torch.optim.AdamW(m.parameters(), lr=1e-5)\n"
 KEYS = (
     "model_name_or_path: a/b\noutput_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nlora_r: 8\n"
 )
@@ -529,6 +530,11 @@ CASES = (
         "fp16-needs-fp32-weights",
         f"{TRAINER}m = A.from_pretrained('x', dtype='float16')\nTrainer(m, TrainingArguments(fp16=True))",
         f"{TRAINER}m = A.from_pretrained('x')\nTrainer(m, TrainingArguments(fp16=True))",
+    ),
+    Case(
+        "bf16-rounds-updates-away",
+        f"{TRAINER}m = A.from_pretrained('x', dtype='bfloat16')\n{ADAMW}",
+        f"{TRAINER}m = A.from_pretrained('x')\n{ADAMW}",
     ),
     Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
     Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),

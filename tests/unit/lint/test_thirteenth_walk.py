@@ -66,3 +66,77 @@ def test_what_the_deepspeed_file_leaves_out_is_named(
     texts = {"train_py": OWN_TRAINER.format(method=method), "run_sh": WITH_FILE.format(flags)}
     said = of_rule("file-replaces-argument", tmp_path, **texts, ds_json=json.dumps(config))
     assert said == ["warning"] * expected
+
+
+LOOP = """import torch
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+from transformers import AutoModelForCausalLM
+from mine import loader
+{dtype}
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B", {given}){after}
+model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+optimizer = {optimizer}
+for batch in loader:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+ADAMW = "torch.optim.AdamW(model.parameters(), lr={})"
+
+
+@pytest.mark.parametrize(
+    ("given", "after", "optimizer", "expected"),
+    [
+        ("torch_dtype=torch.bfloat16", "", ADAMW.format("2e-5"), 1),
+        ("dtype='bfloat16'", "", ADAMW.format("2e-5"), 1),
+        ("torch_dtype=DTYPE", "", ADAMW.format("LR"), 1),  # which the other file has
+        ("use_cache=False", ".to(torch.bfloat16)", ADAMW.format("1e-5"), 1),
+        ("use_cache=False", "\nmodel.bfloat16()", ADAMW.format("1e-5"), 1),
+        ("torch_dtype=torch.bfloat16", "", ADAMW.format("1e-3"), 0),
+        ("torch_dtype=torch.float32", "", ADAMW.format("2e-5"), 0),
+        ("use_cache=False", "", ADAMW.format("2e-5"), 0),
+        ("torch_dtype=torch.bfloat16", ".float()", ADAMW.format("2e-5"), 0),
+        ("torch_dtype=torch.bfloat16", "\nmodel = get_peft_model(model, c)", ADAMW.format("2e-5"), 0),
+        ("torch_dtype=torch.bfloat16", "", "optimi.AdamW(model.parameters(), lr=2e-5, kahan_sum=True)", 0),
+        ("torch_dtype=torch.bfloat16", "", "torch.optim.SGD(model.parameters(), lr=2e-5)", 0),
+    ],
+)
+def test_updates_that_bf16_weights_lose_are_named(
+    tmp_path: Path, given: str, after: str, optimizer: str, expected: int
+) -> None:
+    loop = LOOP.format(dtype="from config import DTYPE, LR", given=given, after=after, optimizer=optimizer)
+    config = (
+        "import torch\nLR = 2e-5\nDTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float16\n"
+    )
+    said = of_rule("bf16-rounds-updates-away", tmp_path, train_py=loop, config_py=config)
+    assert said == ["warning"] * expected
+
+
+TRAINER = """import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from mine import rows
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-7B", dtype=torch.bfloat16)
+args = TrainingArguments("out", bf16=True, {})
+Trainer(model=model, args=args, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command", "expected"),
+    [
+        ("learning_rate=2e-5", "torchrun --nproc_per_node 8 train.py\n", 1),
+        ("num_train_epochs=1", "accelerate launch --multi_gpu --num_processes 8 train.py\n", 1),
+        ("learning_rate=2e-5", "accelerate launch --use_deepspeed train.py\n", 0),
+        ("learning_rate=2e-5", "accelerate launch train.py\n", 0),  # its file may shard, and keep masters
+        ("learning_rate=2e-5, fsdp='full_shard'", "torchrun --nproc_per_node 8 train.py\n", 0),
+        ("learning_rate=2e-5, optim='adamw_anyprecision'", "torchrun --nproc_per_node 8 train.py\n", 0),
+        ("learning_rate=1e-3", "torchrun --nproc_per_node 8 train.py\n", 0),
+    ],
+)
+def test_the_trainer_steps_bf16_weights_only_where_no_engine_keeps_masters(
+    tmp_path: Path, arguments: str, command: str, expected: int
+) -> None:
+    script = TRAINER.format(arguments)
+    said = of_rule("bf16-rounds-updates-away", tmp_path, train_py=script, run_sh=command)
+    assert said == ["warning"] * expected
