@@ -140,3 +140,106 @@ def test_the_trainer_steps_bf16_weights_only_where_no_engine_keeps_masters(
     script = TRAINER.format(arguments)
     said = of_rule("bf16-rounds-updates-away", tmp_path, train_py=script, run_sh=command)
     assert said == ["warning"] * expected
+
+
+DATASET = """import torch
+from datasets import load_dataset
+from torch.utils.data import Dataset
+
+TEMPLATE = '''### Question:
+{{question}}
+
+### Answer:
+{end}'''
+
+class Rows(Dataset):
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.rows = [make(row) for row in load_dataset("mine")["train"]]
+
+    def __getitem__(self, at):
+        return self.tokenizer({row})
+
+def make(row):
+    return TEMPLATE.format(question=row["question"], answer=row["answer"])
+"""
+OWN_LOOP = """import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from rows import Rows
+
+tokenizer = AutoTokenizer.from_pretrained("meta-llama/Meta-Llama-3-8B")
+tokenizer.pad_token = tokenizer.eos_token
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Meta-Llama-3-8B")
+optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+for batch in Rows(tokenizer):
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "row", "expected"),
+    [
+        ("{answer}", "self.rows[at]", 1),
+        ("{answer}</s>", "self.rows[at]", 0),
+        ("{answer}", "self.rows[at] + self.tokenizer.eos_token", 0),
+        ("", "self.rows[at]", 0),  # a prompt
+    ],
+)
+def test_a_template_of_a_dataset_without_an_end_is_named(
+    tmp_path: Path, end: str, row: str, expected: int
+) -> None:
+    rows = DATASET.format(end=end, row=row).replace("{{", "{").replace("}}", "}")
+    said = of_rule("answers-have-no-end", tmp_path, train_py=OWN_LOOP, rows_py=rows)
+    assert said == ["warning"] * expected
+
+
+BY_HAND = """from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer
+tokenizer = AutoTokenizer.from_pretrained("Qwen/Qwen2-7B-Instruct")
+model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2-7B-Instruct")
+
+def make(row):
+    question = tokenizer(f"<|im_start|>user\\n{{row['input']}}<|im_end|>\\n<|im_start|>assistant\\n")
+    answer = tokenizer({text}, add_special_tokens=False)
+    input_ids = question["input_ids"] + answer["input_ids"]{end}
+    labels = [-100] * len(question["input_ids"]) + answer["input_ids"]{end}
+    return {{"input_ids": input_ids, "labels": labels}}
+
+rows = load_dataset("mine")["train"].map(make)
+Trainer(model=model, train_dataset=rows, data_collator=DataCollatorForSeq2Seq(tokenizer)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "end", "expected"),
+    [
+        ("f\"{row['output']}\"", "", 1),
+        ("row['output']", "", 1),
+        ("row['output']", " + [tokenizer.pad_token_id]", 0),
+        ("row['output']", " + [tokenizer.eos_token_id]", 0),
+        ("f\"{row['output']}<|im_end|>\"", "", 0),
+    ],
+)
+def test_hand_made_labels_without_an_end_are_named(
+    tmp_path: Path, text: str, end: str, expected: int
+) -> None:
+    said = of_rule("answers-have-no-end", tmp_path, train_py=BY_HAND.format(text=text, end=end))
+    assert said == ["warning"] * expected
+
+
+ZIPPED = """    return tokenizer([f"Question: {q}\\nAnswer: {a.strip()}{END}" for q, a in
+                      zip(rows["question"], rows["ANSWER"])])
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "field", "expected"), [("", "answer", 1), ("</s>", "answer", 0), ("", "title", 0)]
+)
+def test_rows_of_zipped_columns_have_their_names(tmp_path: Path, end: str, field: str, expected: int) -> None:
+    head, _, tail = BY_HAND.format(text="row", end="").partition("    question =")
+    body = ZIPPED.replace("{END}", end).replace("ANSWER", field)
+    script = head.replace("(row)", "(rows)") + body + "\n" + tail[tail.index("rows = load") :]
+    said = of_rule("answers-have-no-end", tmp_path, train_py=script)
+    assert said == ["warning"] * expected

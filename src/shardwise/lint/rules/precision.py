@@ -221,7 +221,7 @@ def _models_in_bf16(document: Document, setup: Setup) -> Iterator[tuple[str, int
             yield name, one.lineno, bool(inner)
 
 
-def _steps_plainly(document: Document, setup: Setup) -> bool:
+def _steps_plainly(setup: Setup) -> bool:
     """Whether what launches a Trainer or an Accelerator is known, and gives no engine with fp32 weights."""
     texts = "\n".join(one.text for one in setup.of("training"))
     files, plain = setup.of("accelerate"), re.search(r"\btorchrun\b|--multi_gpu|\bpython3? \S+\.py", texts)
@@ -236,7 +236,7 @@ def bf16_rounds_updates_away(document: Document, setup: Setup) -> Iterator[Hit]:
     models = [] if _EXACT.search(program) else [*_models_in_bf16(document, setup)]
     known = known_values(document, setup)
     managed = re.search(r"Trainer\(|Accelerator\(", program)
-    for name, line, pretrained in models if not managed or _steps_plainly(document, setup) else ():
+    for name, line, pretrained in models if not managed or _steps_plainly(setup) else ():
         optimizers = [one for one in calls(document, "Adam", "AdamW") if one.args]
         own = [one for one in optimizers if ast.unparse(one.args[0]) == f"{name}.parameters()"]
         rates = [word.value for one in own[:1] for word in one.keywords if word.arg == "lr"]
