@@ -243,3 +243,43 @@ def test_rows_of_zipped_columns_have_their_names(tmp_path: Path, end: str, field
     script = head.replace("(row)", "(rows)") + body + "\n" + tail[tail.index("rows = load") :]
     said = of_rule("answers-have-no-end", tmp_path, train_py=script)
     assert said == ["warning"] * expected
+
+
+READS = """import yaml
+from transformers import Trainer, TrainingArguments
+from mine import model, rows
+with open("settings.yaml") as file:
+    config = yaml.safe_load(file)
+part = config["first"]
+Trainer(model=model, args=TrainingArguments("out", learning_rate={}), train_dataset=rows).train()
+"""
+SECTIONS = "base_model: a/b\nfirst:\n  learning_rate: {}\nother:\n  learning_rate: 2e-5\n"
+
+
+@pytest.mark.parametrize(
+    ("rate", "value", "expected"),
+    [
+        ('part["learning_rate"]', "3e-4", 1),
+        ('config["first"]["learning_rate"]', "3e-4", 1),
+        ('part.get("learning_rate")', "3e-4", 1),
+        ('float(part["learning_rate"])', "3e-4", 0),
+        ('part["learning_rate"]', "3.0e-4", 0),
+        ('read(config)["learning_rate"]', "3e-4", 0),
+    ],
+)
+def test_a_section_of_yaml_that_a_script_reads_has_texts_for_numbers(
+    tmp_path: Path, rate: str, value: str, expected: int
+) -> None:
+    texts = {"train_py": READS.format(rate), "settings_yaml": SECTIONS.format(value)}
+    assert of_rule("number-of-yaml-is-text", tmp_path, **texts) == ["error"] * expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("tokenizer.pad_token_id", 1), ("label_pad_token_id", 0)])
+def test_a_label_pad_token_is_no_pad_token(tmp_path: Path, value: str, expected: int) -> None:
+    script = f"""from torch.nn.utils.rnn import pad_sequence
+class Rows:
+    def collate(self, batch, label_pad_token_id=None):
+        return pad_sequence([one["labels"] for one in batch], padding_value={value})
+loss.backward()
+"""
+    assert of_rule("labels-include-padding", tmp_path, train_py=script) == ["warning"] * expected

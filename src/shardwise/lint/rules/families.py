@@ -36,6 +36,7 @@ _ENDED = re.compile(r"(?i)^(?!.*pad_token).*(eos|<\||</|eot_|end_tok|end_of|chat
 _ENDS_IDS = re.compile(r"(?i)eos|eot_|end_tok|end_of")  # of a row that is made of ids
 _ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?(\.strip\(\))?\}")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
+_PADS_WITH = re.compile(r"(?i)(?!.*label).*pad")  # a `label_pad_token_id` is -100
 _PADS = pattern("pads")
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
@@ -290,7 +291,7 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
     for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
         filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
-        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+        if "label" in ast.unparse(call.args[:1][0]) and any(map(_PADS_WITH.match, map(ast.unparse, filled))):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
     masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None
