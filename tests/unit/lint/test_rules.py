@@ -755,6 +755,12 @@ CASES = (
         "from unsloth import FastLanguageModel\nimport trl\n",
     ),
     Case(
+        "number-of-yaml-is-text",
+        "model_name_or_path: a/b\nlearning_rate: 2e-5\n",
+        "model_name_or_path: a/b\nlearning_rate: 2.0e-5\n",
+        also=("import yaml, torch\ntorch.optim.AdamW(p, lr=yaml.safe_load(open('a'))['learning_rate'])\n",),
+    ),
+    Case(
         "argument-was-removed",
         TRAINER + "SFTTrainer(model=0, tokenizer=1)\n",
         TRAINER + "SFTTrainer(model=0, processing_class=1)\n",
@@ -843,12 +849,6 @@ CASES = (
         "keeps-the-worst",
         WORD.format("metric_for_best_model='eval_loss', greater_is_better=True"),
         WORD.format("metric_for_best_model='eval_loss', greater_is_better=False"),
-    ),
-    Case(
-        "number-of-yaml-is-text",
-        "model_name_or_path: a/b\nlearning_rate: 2e-5\n",
-        "model_name_or_path: a/b\nlearning_rate: 2.0e-5\n",
-        also=("import yaml, torch\ntorch.optim.AdamW(p, lr=yaml.safe_load(open('a'))['learning_rate'])\n",),
     ),
     Case("comma-makes-a-tuple", "import torch\nname = 'a/b',\n", "import torch\nname = ('a/b',)\n"),
     Case(

@@ -283,3 +283,58 @@ class Rows:
 loss.backward()
 """
     assert of_rule("labels-include-padding", tmp_path, train_py=script) == ["warning"] * expected
+
+
+ACCELERATED = """import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from transformers import get_scheduler
+from mine import model, rows
+
+accelerator = Accelerator({accelerator})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+sampler = {sampler}
+loader = DataLoader(rows, batch_size=8, {loader})
+loader, model, optimizer = accelerator.prepare(loader, model, optimizer)
+total = {total}
+scheduler = get_scheduler("linear", optimizer=optimizer, num_warmup_steps=0, num_training_steps=total)
+scheduler = accelerator.prepare(scheduler)
+for epoch in range(3):
+    for step, batch in enumerate(loader):
+        loss = model(**batch).loss{divided}
+        accelerator.backward(loss)
+        if (step + 1) % 8 == 0:
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+"""
+RIGHT = {
+    "accelerator": "",
+    "sampler": "None",
+    "loader": "shuffle=True",
+    "total": "3 * len(loader) // 8 * accelerator.num_processes",
+    "divided": " / 8",
+}
+LAUNCH = "accelerate launch --multi_gpu --num_processes 4 train.py\n"
+
+
+@pytest.mark.parametrize(
+    ("rule", "other", "expected"),
+    [
+        ("loss-not-divided", {}, 0),
+        ("loss-not-divided", {"divided": ""}, 1),
+        ("loss-not-divided", {"divided": "", "accelerator": "gradient_accumulation_steps=8"}, 0),
+        ("loss-not-divided", {"divided": "", "accelerator": "**given"}, 0),
+        ("schedule-counts-otherwise", {}, 0),
+        ("schedule-counts-otherwise", {"total": "3 * len(loader) // 8"}, 1),  # prepared on its own
+        ("no-sampler", {}, 0),
+        ("no-sampler", {"loader": "sampler=sampler", "sampler": "DistributedSampler(rows)"}, 1),
+        ("no-sampler", {"loader": "sampler=torch.utils.data.RandomSampler(rows)"}, 0),
+    ],
+)
+def test_what_an_accelerator_divides_or_does_not(
+    tmp_path: Path, rule: str, other: dict[str, str], expected: int
+) -> None:
+    script = ACCELERATED.format(**RIGHT | other)
+    assert of_rule(rule, tmp_path, train_py=script, run_sh=LAUNCH) == ["warning"] * expected
