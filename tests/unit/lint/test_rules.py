@@ -62,6 +62,7 @@ LLAMA = ModelFacts(
 MAMBA = ModelFacts(name="mamba", model_type="mamba2")
 MOE = ModelFacts(name="moe", model_type="olmoe", experts=True)
 TRAINER = "from transformers import Trainer, TrainingArguments\n"
+ADAMW = "o = torch.optim.AdamW(m.parameters(), lr=1e-5)\n"
 KEYS = (
     "model_name_or_path: a/b\noutput_dir: o\nlearning_rate: 1e-4\nper_device_train_batch_size: 2\nlora_r: 8\n"
 )
@@ -530,6 +531,11 @@ CASES = (
         f"{TRAINER}m = A.from_pretrained('x', dtype='float16')\nTrainer(m, TrainingArguments(fp16=True))",
         f"{TRAINER}m = A.from_pretrained('x')\nTrainer(m, TrainingArguments(fp16=True))",
     ),
+    Case(
+        "bf16-rounds-updates-away",
+        f"{TRAINER}m = A.from_pretrained('x', dtype='bfloat16')\n{ADAMW}",
+        f"{TRAINER}m = A.from_pretrained('x')\n{ADAMW}",
+    ),
     Case("unknown-optimizer", params("OneBitAdam"), params("AdamW")),
     Case("untested-optimizer", params("SGD"), {**params("SGD"), "zero_allow_untested_optimizer": True}),
     Case(
@@ -749,6 +755,12 @@ CASES = (
         "from unsloth import FastLanguageModel\nimport trl\n",
     ),
     Case(
+        "number-of-yaml-is-text",
+        "model_name_or_path: a/b\nlearning_rate: 2e-5\n",
+        "model_name_or_path: a/b\nlearning_rate: 2.0e-5\n",
+        also=("import yaml, torch\ntorch.optim.AdamW(p, lr=yaml.safe_load(open('a'))['learning_rate'])\n",),
+    ),
+    Case(
         "argument-was-removed",
         TRAINER + "SFTTrainer(model=0, tokenizer=1)\n",
         TRAINER + "SFTTrainer(model=0, processing_class=1)\n",
@@ -837,12 +849,6 @@ CASES = (
         "keeps-the-worst",
         WORD.format("metric_for_best_model='eval_loss', greater_is_better=True"),
         WORD.format("metric_for_best_model='eval_loss', greater_is_better=False"),
-    ),
-    Case(
-        "number-of-yaml-is-text",
-        "model_name_or_path: a/b\nlearning_rate: 2e-5\n",
-        "model_name_or_path: a/b\nlearning_rate: 2.0e-5\n",
-        also=("import yaml, torch\ntorch.optim.AdamW(p, lr=yaml.safe_load(open('a'))['learning_rate'])\n",),
     ),
     Case("comma-makes-a-tuple", "import torch\nname = 'a/b',\n", "import torch\nname = ('a/b',)\n"),
     Case(

@@ -33,8 +33,10 @@ _PACKED = re.compile(r"group_texts|concatenated_examples|packing\s*=\s*True|// *
 _LABELS = pattern("labels")  # what holds the labels, and the input ids that they are
 _ANSWERS = re.compile("(?i)label|target|output|answer|response|summar|decoder")
 _ENDED = re.compile(r"(?i)^(?!.*pad_token).*(eos|<\||</|eot_|end_tok|end_of|chat_template\()")
+_ENDS_IDS = re.compile(r"(?i)eos|eot_|end_tok|end_of")  # of a row that is made of ids
 _ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?(\.strip\(\))?\}")
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
+_PADS_WITH = re.compile(r"(?i)(?!.*label).*pad")  # a `label_pad_token_id` is -100
 _PADS = pattern("pads")
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
@@ -202,23 +204,64 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit((), what, fix, line=line)
 
 
+def _answer(document: Document, node: ast.AST) -> str:
+    """The field, in braces, with which the text of a row ends, or its hand-made labels; else empty."""
+    known = values_of(document)
+    match node:
+        case ast.JoinedStr(values=[_, _, *_, ast.FormattedValue(value=last)]):
+            return f"{{{ast.unparse(_zipped(known.flow.statement(node), last))}}}"
+        case ast.Call(func=ast.Attribute(value=template, attr="format")):
+            text = str(known.value(template))
+            return text[text.rfind("{") :].rstrip() if text.count("{") > 1 else ""
+        case ast.Assign(
+            targets=[to],
+            value=ast.BinOp(left, ast.Add(), ast.Subscript(part, ast.Constant("input_ids")))
+            | ast.BinOp(left, ast.Add(), ast.Attribute(part, "input_ids")),
+        ):
+            made = known.meant(part) if "label" in ast.unparse(to) and "-100" in ast.unparse(left) else None
+            field_or_text: Any = made.args[0] if isinstance(made, ast.Call) and made.args else None
+            match field_or_text:
+                case ast.JoinedStr(values=[ast.FormattedValue(value=field)]) | (ast.Subscript() as field):
+                    return f"{{{ast.unparse(field)}}}"
+    return ""
+
+
+def _zipped(statement: ast.AST, last: ast.expr) -> ast.expr:
+    """`rows['answer']` for the `y` of `for x, y in zip(rows['question'], rows['answer'])`."""
+    name = re.split(r"\W", ast.unparse(last))[0]
+    for one in (one for one in ast.walk(statement) if isinstance(one, ast.comprehension)):
+        match one:
+            case ast.comprehension(target=ast.Tuple(elts=to), iter=ast.Call(ast.Name("zip"), args=of)):
+                held = dict(zip(map(ast.unparse, to), of, strict=False))
+                return held.get(name, last)
+    return last
+
+
 @training_rule("warning", "tokenizers of these models add no end token; generate() waits for one")
 def answers_have_no_end(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The plain Trainer learns rows as they are: without an end token after the answer none is learned."""
-    code, models = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training")), named_models(setup)
-    plain = {"Trainer", "transformers.Trainer"} & document.uses and models
-    ends = any(_ENDED.search(row) for row in code.split("\n")) or _PACKED.search(code)
-    lasts = (one.lower().rpartition("/")[2] for one in models)
-    if ends or not (plain and all(last.startswith(names("adds_no_end")) for last in lasts)):
+    """A Trainer or a loop learns rows as they are: without an end token after the answer none is learned."""
+    code, models = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training")), named_models(setup)
+    plain = any({"Trainer", "transformers.Trainer"} & one.uses for one in setup.of("training"))
+    plain |= ".backward(" in code and "CausalLM" in code and "SFTTrainer" not in code
+    lasts = [one.lower().rstrip("/").rpartition("/")[2] for one in models]
+    if not (plain and lasts and all(last.startswith(names("adds_no_end")) for last in lasts)):
         return
-    tokenizes = re.search(r"(?i)(?<![\w.])(self\.)?tok\w*\([^()]*(text|prompt|full|\))", code)
-    for one in (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.JoinedStr) and tokenizes):
-        last, flow = one.values[-1], values_of(document).flow
-        row = len(one.values) > 2 and isinstance(flow.statement(one), ast.Assign | ast.Return)
-        row = row and ".generate(" not in "".join(map(ast.unparse, [*flow.scopes(one)][:1]))
-        if row and isinstance(last, ast.FormattedValue) and _ANSWERED.search(ast.unparse(last)):
+    rows, flow = [row for row in code.split("\n") if "pad_token" not in row], values_of(document).flow
+    ends = any(map(_ENDED.search, rows)) or _PACKED.search(code)
+    tokenizes = re.search(r"(?i)(?<![\w.])(self\.)?tok\w*\(([^()]*(text|prompt|full|\))|\[f')", code)
+    tokenizes = None if ends else tokenizes
+    by_hand = not any(map(_ENDS_IDS.search, rows))
+    nodes = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.expr | ast.Assign))
+    for one in nodes:
+        labels = isinstance(one, ast.Assign)
+        row = by_hand if labels else tokenizes and isinstance(flow.statement(one), ast.Assign | ast.Return)
+        if not row or not _ANSWERED.search(_answer(document, one)):
+            continue
+        if ".generate(" not in "".join(map(ast.unparse, [*flow.scopes(one)][:1])):
             what = "the row ends with its answer, and no line adds an end token: the model does not stop"
-            yield Hit((), what, "+ tokenizer.eos_token at the end of the row", line=one.lineno)
+            fix = "+ tokenizer.eos_token at the end of the row"
+            fix = "+ [tokenizer.eos_token_id] at the end of input ids and labels" if labels else fix
+            yield Hit((), what, fix, line=one.lineno)
             return
 
 
@@ -248,7 +291,7 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
     """The loss counts every label but -100, so also those of pad tokens."""
     for call in calls(document, "pad_sequence") if not _MASKS.search(document.text) else ():
         filled = [one.value for one in call.keywords if one.arg == "padding_value"] + call.args[2:]
-        if "label" in ast.unparse(call.args[:1][0]) and any("pad" in ast.unparse(one) for one in filled):
+        if "label" in ast.unparse(call.args[:1][0]) and any(map(_PADS_WITH.match, map(ast.unparse, filled))):
             what = "the labels are padded with the pad token: the loss also trains on it"
             yield Hit((), what, "padding_value=-100", line=call.lineno)
     masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None

@@ -9,9 +9,8 @@ from typing import Any
 
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, training_rule
-from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.accelerate import given_twice
-from shardwise.lint.rules.arguments import NUMBERS, tool_of
+from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loop import SHARDED, around, has_no_spare_rows, made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names, pattern
@@ -25,7 +24,6 @@ _BASE = re.compile("|".join(names("base_models")))  # of whose tokenizers none h
 _AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
-_TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
 _SWAPPED = pattern("swapped")
 _PADS_LEFT, _FROM_LEFT = map(pattern, ("pads_left", "masked_from_left"))
@@ -216,20 +214,6 @@ def keeps_the_worst(document: Document, setup: Setup) -> Iterator[Hit]:
         if metric.endswith("loss") and given.get("greater_is_better") is True:
             at = document.line(("greater_is_better",)) if document.has("greater_is_better") else line
             yield Hit(("greater_is_better",), fix="remove it: a loss is better when it is smaller", line=at)
-
-
-@training_rule("error", "PyYAML 1.1 resolver; transformers/hf_argparser.py: parse_dict; run with 5.23")
-def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
-    """PyYAML reads `2e-5` without a dot as text, and the optimizer stops: TypeError."""
-    reads = LOADS_YAML.search(setup.scripts)
-    asked = document.syntax == "yaml" and not document.has("base_model")
-    for name in document.values if asked and reads and not tool_of(document) else ():
-        value = document.get(name)
-        if re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", setup.scripts):
-            continue
-        if isinstance(value, str) and _TEXT.fullmatch(value) and name in {*NUMBERS, "lr", "learning_rate"}:
-            right = re.sub("[eE]", ".0e", value)
-            yield Hit((name,), f"`{name}: {value}` is text for PyYAML: TypeError in the optimizer", right)
 
 
 @training_rule("warning", "the language: a trailing comma makes a tuple")

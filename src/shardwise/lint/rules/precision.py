@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
+from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.devices import gpu_without_bf16
-from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.rules.training import calls, known_values, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import pattern
 from shardwise.lint.setup import Setup
@@ -17,6 +18,8 @@ BF16, FP16, AUTOCAST = ("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocas
 _HALF = ("torch.float16", "torch.half", "'float16'")
 _MASTERS = re.compile(r"(?i)lora|peft|bitsandbytes|load_in_|\.float\(\)|float32|deepspeed|fsdp|fully_shard")
 _STEPS_ITSELF = re.compile(r"\.backward\(\)(?:.*\n)*? *[\w.]+\.step\(")
+_EXACT, _IN_BF16 = pattern("exact_steps"), re.compile(r"torch\.bfloat16\b|'bfloat16'|\.bfloat16\(\)")
+_FINE = 1e-4  # learning rates up to it are those of fine-tuning: bf16 keeps no such step of most weights
 _TORCH = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
 
@@ -185,3 +188,70 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
         if re.fullmatch(r"((torch\.)?nn\.)?(utils\.)?\w+", by := ast.unparse(call.func)):
             what = f"`{by}` clips gradients times fp16's loss scale, 65,536 at first: almost nothing is left"
             yield Hit((), what, f"accelerator.{by.rpartition('.')[2]}", line=call.lineno)
+
+
+def _constant(node: ast.expr, document: Document, setup: Setup) -> ast.AST:
+    """What an expression stands for, also where another file of the setup defines its name; on a GPU."""
+    made = known_values(document, setup).meant(node)
+    if isinstance(made, ast.Name):
+        others = (part for one in setup.of("training") for part in tree_of(one).body)
+        given = [one.value for one in others if isinstance(one, ast.Assign) and _to(one) == made.id]
+        made = given[0] if len(given) == 1 else made
+    if isinstance(made, ast.IfExp) and "cuda" in ast.unparse(made.test):
+        return _constant(made.body, document, setup)
+    return made
+
+
+def _to(node: ast.Assign) -> str:
+    return ast.unparse(node.targets[0])
+
+
+def _models_in_bf16(document: Document, setup: Setup) -> Iterator[tuple[str, int, bool]]:
+    """The names of models with bf16 weights: the line, and whether they are pretrained."""
+    loads = {*calls(document, "from_pretrained")}
+    for one in ast.walk(tree_of(document)):
+        if not isinstance(one, ast.Assign | ast.Expr) or not isinstance(one.value, ast.Call):
+            continue
+        inner = [part for part in ast.walk(one.value) if part in loads and isinstance(part, ast.Call)]
+        given = [word.value for call in inner for word in call.keywords if "dtype" in str(word.arg)]
+        said = " ".join(ast.unparse(_constant(word, document, setup)) for word in given)
+        moved = re.search(r"\.(to|bfloat16)\([^()]*\)$", ast.unparse(one.value))
+        name = _to(one) if isinstance(one, ast.Assign) else ast.unparse(one.value).partition(".")[0]
+        if _IN_BF16.search(said + (moved[0] if moved else "")):
+            yield name, one.lineno, bool(inner)
+
+
+def _steps_plainly(setup: Setup) -> bool:
+    """Whether what launches a Trainer or an Accelerator is known, and gives no engine with fp32 weights."""
+    texts = "\n".join(one.text for one in setup.of("training"))
+    files, plain = setup.of("accelerate"), re.search(r"\btorchrun\b|--multi_gpu|\bpython3? \S+\.py", texts)
+    sharded = setup.of("deepspeed") or any(one.section(DS) or one.section(FSDP) for one in files)
+    return not (sharded or re.search("(?i)fsdp|config_file|zero_stage", texts)) and bool(files or plain)
+
+
+@training_rule("warning", "torch/optim/adamw.py: addcdiv_ on the weights; bf16 has 8 bits of mantissa")
+def bf16_rounds_updates_away(document: Document, setup: Setup) -> Iterator[Hit]:
+    """A step of Adam is about the learning rate: bf16 rounds it away at weights 512 times as large."""
+    program = ast.unparse(tree_of(document))
+    models = [] if _EXACT.search(program) else [*_models_in_bf16(document, setup)]
+    known = known_values(document, setup)
+    managed = re.search(r"Trainer\(|Accelerator\(", program)
+    for name, line, pretrained in models if not managed or _steps_plainly(setup) else ():
+        optimizers = [one for one in calls(document, "Adam", "AdamW") if one.args]
+        own = [one for one in optimizers if ast.unparse(one.args[0]) == f"{name}.parameters()"]
+        rates = [word.value for one in own[:1] for word in one.keywords if word.arg == "lr"]
+        rate = known.value(_constant(rates[0], document, setup)) if rates else 0.001
+        if not own and re.search(rf"Trainer\((.*\bmodel=)?{name}[,)](?!.*optimizers=)", program):
+            asked = document.has("learning_rate") or setup.training("learning_rate") is not None
+            rate = setup.training("learning_rate") if asked else 5e-5
+            if not re.fullmatch("adamw_torch(_fused)?", str(setup.training("optim") or "adamw_torch")):
+                continue
+        elif not own:
+            continue
+        known_rate = isinstance(rate, int | float)
+        if rate <= _FINE if known_rate else pretrained:
+            step, say = (rate, "") if known_rate else (2e-5, ", say,")
+            what = f"AdamW updates bf16 weights: a step of{say} {step:g} is rounded away at weights above "
+            what += f"{512 * step:.2g}"
+            yield Hit((), what, "fp32 weights, with bf16 for autocast or MixedPrecision", line=line)
+            return

@@ -50,7 +50,7 @@ def _of_a_library(document: Document) -> bool:
 
 @loop_rule("warning", "torch/utils/data: a DataLoader knows nothing of other processes")
 def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
-    """Without a DistributedSampler all processes train on the same rows."""
+    """Without a DistributedSampler all train on the same rows; an Accelerator divides a sampler's again."""
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
     loads, program = re.search(r"\bDataLoader\(", document.text), ast.unparse(tree_of(document))
     engine = own == {"deepspeed.initialize"} and distributed(setup)
@@ -75,6 +75,16 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
             what = "local ranks are the same on each node: with several nodes, some processes train on the "
             what += "same rows, and other rows are never seen"
             yield Hit((), what, "rank=torch.distributed.get_rank()", line=call.lineno)
+    prepares = calls(document, "prepare", "prepare_data_loader") if "Accelerator" in document.uses else ()
+    prepared = {ast.unparse(one) for call in prepares for one in call.args}
+    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    for load in (one.value for one in made if ast.unparse(one.targets[0]) in prepared):
+        words = load.keywords if isinstance(load, ast.Call) else []
+        sampler = " ".join(ast.unparse(known.meant(one.value)) for one in words if one.arg == "sampler")
+        if re.match(r"[\w.]*DistributedSampler\(", sampler):
+            what = "the sampler gives each process its part, and `prepare` divides that again: "
+            what += "most rows are never seen"
+            yield Hit((), what, "shuffle=True instead of the sampler", line=load.lineno)
     undivided = not (divided or _ROWS_BY_RANK.search(used))
     if undivided and not alone and (seed := _same_draws(document)):
         what = f"`{ast.unparse(seed)}` is the same in every process: all draw the same batches"

@@ -25,6 +25,7 @@ _OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
 _SCHEDULES, _COUNTS_ALL, _ADAPTS, _KEEPS = map(
     pattern, ("schedules", "counts_all", "has_moments", "keeps_moments")
 )
+_ACCUMULATES = pattern("accumulates")  # an Accelerator
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
 
@@ -143,9 +144,12 @@ def _moduli(test: ast.AST) -> Iterator[ast.expr]:
 
 
 @loop_rule("warning", "autograd adds to .grad; torch/nn/utils/clip_grad.py")
-def loss_not_divided(document: Document, _: Setup) -> Iterator[Hit]:
+def loss_not_divided(document: Document, setup: Setup) -> Iterator[Hit]:
     """The gradients of accumulated micro-batches add up: the loss is to be divided by their number."""
-    for loop in _loops(document) if not _OTHERS.search(document.text) else ():
+    text = ast.unparse(tree_of(document))  # an Accelerator divides by a number that it gets
+    if not _ACCUMULATES.search(text) and not (setup.of("deepspeed") or setup.of("accelerate")):
+        text = text.replace("Accelerator(", "(")
+    for loop in _loops(document) if not _OTHERS.search(text) else ():
         if loop.every is not None and not _NORMALISED.search(loop.text):
             count = ast.unparse(loop.every).removeprefix("self.")
             what = f"the gradients of {count} micro-batches add up: {count} times as large, "
@@ -202,7 +206,7 @@ def _clears(call: ast.Call, optimizer: str) -> bool:
 def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
     assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
-    given = {ast.unparse(one.targets[0]): one.value for one in assigned}
+    given = {ast.unparse(one.targets[0]): one.value for one in assigned if not _prepares(one.value)}
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         for run in loop.runs:
             name = stepped(run.call)
@@ -238,6 +242,11 @@ def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]
             what = "the schedule counts batches, and advances once an epoch: most of it is never reached"
             fix = f"`{name}.step()` after each step of the optimizer, or a schedule of epochs"
             yield Hit((), what, fix, line=call.lineno)
+
+
+def _prepares(node: ast.expr) -> bool:
+    """Whether an Accelerator gives back what was made before."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".prepare", ".prepare_scheduler"))
 
 
 def _ends_early(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:

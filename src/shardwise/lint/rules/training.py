@@ -295,6 +295,27 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
             if not asked.startswith(alike) or (section == "optimizer" and re.search("[48]bit|paged", asked)):
                 what = f"`{name}` is {asked}, but the Trainer silently uses {used} of {config.name}{does}"
                 yield Hit((name,), what, f"remove `{section}` from {config.name}, or make both the same")
+        yield from _left_by_the_file(document, config)
+
+
+def _left_by_the_file(document: Document, config: Document) -> Iterator[Hit]:
+    """What the `scheduler` or the `optimizer` of the DeepSpeed file silently leaves out."""
+    classes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    own = [one for one in classes if any(name_of(base).endswith("Trainer") for base in one.bases)]
+    for method in (one for made in own for one in made.body if isinstance(one, ast.FunctionDef)):
+        section = method.name.removeprefix("create_")
+        if section in _REPLACED.values() and config.section(section) and method.name != section:
+            what = f"the Trainer never calls `{method.name}`: it uses the `{section}` of {config.name}"
+            yield Hit((), what, f"remove one of the two, here or in {config.name}", line=method.lineno)
+    given = config.section("optimizer", "params")
+    decided = {*given, *(["lr"] if config.section("scheduler") else [])}  # a schedule sets the rate
+    decided |= {"weight_decay"} if "torch_adam" in given else set()  # whose default is another
+    adam = str(config.get("optimizer", "type")).lower() in ("adam", "adamw")
+    for part, name, default in table("compared")["unfilled"] if adam else ():
+        value = document.number(name)
+        if part not in decided and value not in (None, default):
+            what = f"{config.name} has no `optimizer.params.{part}`: `{name}` {value:g} is silently ignored, "
+            yield Hit((name,), f"{what}and DeepSpeed takes its default", f'"{part}": "auto" there')
 
 
 @training_rule("note", "check reads files and runs nothing")

@@ -2,12 +2,14 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
-from shardwise.lint.rules.arguments import tool_of
+from shardwise.lint.read import LOADS_YAML
+from shardwise.lint.rules.arguments import NUMBERS, tool_of
 from shardwise.lint.rules.training import PLAIN, WORDS, calls, first_imports, given_to_trainers, known_values
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
@@ -17,6 +19,8 @@ _TRAINERS = {"optimizer": WORDS["optim"], "lr_scheduler": WORDS["lr_scheduler_ty
 _CALLS = ("LoraConfig", "get_peft_model", "from_pretrained", *PLAIN, *names("trl_arguments"))
 _SHARES = {"lora_dropout": "PEFT stops: `dropout probability has to be between 0 and 1`"}
 _SHARES["warmup_ratio"] = "transformers 4 stops: `warmup_ratio must lie in range [0,1]`"
+_PART_OF = r"(?:\[['\"]NAME['\"]\]|\.get\(['\"]NAME['\"]\))"
+_TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
 _OWN_CODE = re.compile(r"AttentionInterface|trust_remote_code\s*=\s*True|\bregister\(")
 
 
@@ -71,3 +75,29 @@ def unsloth_comes_late(document: Document, _: Setup) -> Iterator[Hit]:
     if before:
         what = f"imported before it, {' and '.join(before)} stay{'s' * (len(before) == 1)} as slow as without"
         yield Hit((), what, "`import unsloth` as the first import", line=late)
+
+
+@training_rule("error", "PyYAML 1.1 resolver; transformers/hf_argparser.py: parse_dict; run with 5.23")
+def number_of_yaml_is_text(document: Document, setup: Setup) -> Iterator[Hit]:
+    """PyYAML reads `2e-5` without a dot as text, and the optimizer stops: TypeError."""
+    reads = document.syntax == "yaml" and LOADS_YAML.search(setup.scripts)
+    own, rows = not document.has("base_model") and not tool_of(document), list[tuple[Key, Any]]()
+    for section, held in document.values.items() if reads else ():
+        rows += [((section,), held)] if own else []
+        rows += [((section, key), part) for key, part in held.items()] if isinstance(held, Mapping) else []
+    for key, value in rows:
+        text = isinstance(value, str) and _TEXT.fullmatch(value) and (name := str(key[-1]))
+        if not text or name not in {*NUMBERS, "lr", "learning_rate"} or not _takes(setup, key):
+            continue
+        if not re.search(rf"float\([^()]*(\([^()]*\))?[^()]*\b{re.escape(name)}\b", setup.scripts):
+            right = re.sub("[eE]", ".0e", value)
+            yield Hit(key, f"`{name}: {value}` is text for PyYAML: TypeError in the optimizer", right)
+
+
+def _takes(setup: Setup, key: Key) -> bool:
+    """Whether a script gives a call the part of a section: `lr=cfg["sft"]["lr"]`, or by a name of it."""
+    part, last = (_PART_OF.replace("NAME", re.escape(str(one))) for one in (key[0], key[-1]))
+    named = re.findall(rf"(?m)^ *([\w.]+) = [\w.]+{part}(?=\s*(?:#|$))", setup.scripts)
+    holders = "|".join(map(re.escape, named)) or "(?!)"
+    given = rf"\b(?:lr|{re.escape(str(key[-1]))})=(?:[\w.]+{part}|{holders}){last}"
+    return len(key) == 1 or re.search(given, setup.scripts) is not None
