@@ -296,7 +296,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "no shard": (
         "FSDP(model, sharding_strategy=ShardingStrategy.NO_SHARD)\n",
-        {"strategy": {"engine": "ddp"}},
+        {"strategy": "ddp"},
         (),
     ),
     "hybrid": (
@@ -331,12 +331,12 @@ SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ddp": (
         "model = DDP(model, device_ids=[0])\nwith torch.autocast('cuda', dtype=torch.bfloat16):\n    pass\n"
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
-        {"strategy": {"engine": "ddp"}, "train.precision": "bf16", "optimizer.clip_norm": 1.0},
+        {"strategy": "ddp", "train.precision": "bf16", "optimizer.clip_norm": 1.0},
         (),
     ),
     "ddp, by its module": (
         "model = torch.nn.parallel.DistributedDataParallel(model)\nmodel.module.gradient_checkpointing_enable()\n",
-        {"strategy": {"engine": "ddp"}, "train.checkpointing": "full"},
+        {"strategy": "ddp", "train.checkpointing": "full"},
         (),
     ),
     "two of them": (

@@ -79,7 +79,7 @@ CASES: dict[str, Case] = {
             ("HybridParallelPlugin.tp_size (line 3) `4`: write strategy, with its tensor_parallel",),
             ("pp_size",),
         ),
-        ("by a flag", BY_FLAG, {"strategy": {"engine": "ddp"}}, (), ()),
+        ("by a flag", BY_FLAG, {"strategy": "ddp"}, (), ()),
         (
             "the Booster's precision",
             "plugin = colossalai.booster.Booster('cuda', mixed_precision='bf16')",
@@ -107,7 +107,7 @@ TRAINER = "from transformers import Trainer, TrainingArguments, AutoModelForCaus
 SCRIPT = f"{TRAINER}m = AutoModelForCausalLM.from_pretrained('a/b')\nTrainer(m, TrainingArguments('out')).train()\n"
 ACCELERATE = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 4\n"
 ZERO_3 = '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
-DDP = {"strategy": {"engine": "ddp"}}
+DDP = {"strategy": "ddp"}
 CASES |= {
     f"several processes: {name}": (files, values, said, ("(engine ddp) is used, not",))
     for name, files, values, said in [

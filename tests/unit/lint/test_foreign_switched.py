@@ -107,7 +107,7 @@ CASES: dict[str, Case] = {
     ),
     "a script's switch, off in its command": (
         {"train.py": SWITCH, "run.sh": "torchrun --nproc_per_node 2 train.py\n", "z.json": ZERO},
-        OFF | {"strategy": {"engine": "ddp"}},
+        OFF | {"strategy": "ddp"},
         (NOT_ON,),
         ("conflict",),
     ),
