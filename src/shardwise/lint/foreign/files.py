@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.hydra import composed
 from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
-from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
+from shardwise.lint.foreign.reads import called, switched_off, unnamed, without_deepspeed, without_idle
 from shardwise.lint.foreign.sections import opened, with_settings
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
@@ -26,7 +25,6 @@ from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import OPEN, Inputs, field_names, options_of
 from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
-from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 from shardwise.lint.shell_text import flags_within
@@ -37,7 +35,6 @@ _FILLS = _WORDS["fills"]
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
-_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
@@ -52,7 +49,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     documents, broken = load(files, other="training")
     said += map(_of_part, broken)
     documents = tuple(with_calls(composed(documents, said)))
-    documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
+    documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
     calls = ([name for name in one.uses if name.rpartition(".")[2] not in theirs] for one in documents)
@@ -65,20 +62,21 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
+    known = [one for one in plain if one.kind == "training" or _ARGUMENTS & one.values.keys()]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
+    fills = _FILLS.search(texts) is not None  # any of the scripts, for all of them
+    settings = known if fills or _WORDS["updates"].search(texts) else []
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            filled = any(_WORDS[way].search(one.text) for way in ("fills", "updates"))
-            known = [part for part in plain if part.kind == "training" or _ARGUMENTS & part.values.keys()]
-            settings = known if filled else []
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said, {key for part in plain for key in part.values})
-            commands = [_without_flags(command, script, inputs, said) for command in commands]
-            for part in settings:
-                own = replace(part, flags=frozenset(part.values))
-                plain[plain.index(part)] = _without_flags(own, script, inputs, said)
+            commands = [_without_flags(command, script, inputs, said, fills=fills) for command in commands]
+            for at, part in enumerate(plain):
+                if part.name in {held.name for held in settings}:
+                    own = replace(part, flags=frozenset(part.values))
+                    plain[at] = _without_flags(own, script, inputs, said, fills=fills)
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
@@ -131,36 +129,6 @@ def _apart(document: Document) -> tuple[Document, Document]:
     rest = {key: mark for key, mark in document.marks.items() if key not in within}
     held = replace(document, kind="deepspeed", values=document.section("deepspeed"), marks=marks)
     return replace(document, values=values, marks=rest), held
-
-
-def _called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest trains, or another does."""
-    body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
-    plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
-    idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
-    reached = [one for one in body if one not in idle.values()]
-    for one in reached:  # which grows by what each part calls
-        used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
-        reached += [idle.pop(name) for name in used & idle.keys()]
-    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
-        return script
-    text = reduce(_without, idle.values(), script.text)
-    for held in (one for one in reached if isinstance(one, ast.ClassDef)):
-        for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
-            rest = re.sub(r"#.*", "", f"{_without(text, one)}\n{others}")
-            own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
-            made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
-            if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
-                text = _without(text, one)
-    if text == script.text:
-        return script
-    return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
-
-
-def _without(text: str, part: ast.FunctionDef) -> str:
-    """A script's text with empty lines in place of a function."""
-    first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
-    return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -278,7 +246,9 @@ def _with_gpus(command: Document) -> Document:
     return replace(command, values=values)
 
 
-def _without_flags(command: Document, script: Document, inputs: Inputs, said: list[str]) -> Document:
+def _without_flags(
+    command: Document, script: Document, inputs: Inputs, said: list[str], *, fills: bool
+) -> Document:
     """The command without the flags that the script's settings have taken, or that only the script knows."""
     unread = [place for place in script.marks if is_open(script, place)]
     open_ = {target for place in unread for target in targets_of(script, place)}
@@ -286,7 +256,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
     # a field of the Trainer's arguments that the script only reads decides what it always does, and an
     # adapter's rank is one wherever the script hands it on
-    inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
+    inherited = unused - options_of(script.text) if fills else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if f"{one}={command.get(one)}" in TABLE["notes"]}
     kept |= {one for one in unused if TABLE["keys"][one] == "name"}

@@ -1,0 +1,90 @@
+# ruff: noqa: E501 - the files are text
+"""A file more for `init --from` never makes the job worse: modules with defaults, commands, what these name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foreign_files import Case, check_case
+
+PARSES = """\
+from transformers import AutoModelForCausalLM, HfArgumentParser
+from trl import SFTTrainer
+from package.configs import ModelArguments, SFTConfig
+from package.models import adapters, quantization, tokenizer_of
+model_args, training_args = HfArgumentParser((ModelArguments, SFTConfig)).parse_yaml_file("c.yaml")
+tokenizer = tokenizer_of(model_args)
+quantized = quantization(model_args)
+model = model_args.model_name_or_path
+trainer = SFTTrainer(**dict(model=model, args=training_args, train_dataset=rows, peft_config=adapters(model_args)))
+trainer.train()
+"""
+CONFIGS = """\
+from dataclasses import dataclass, field
+import trl
+from transformers import HfArgumentParser
+class Parser(HfArgumentParser):
+    pass
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = field(default="a/old")
+    lora_r: int = field(default=16, metadata={"help": "LoRA R value."})
+    lora_alpha: int = 32
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    def __post_init__(self):
+        if self.load_in_8bit and self.load_in_4bit:
+            raise ValueError("not both")
+@dataclass
+class SFTConfig(trl.SFTConfig):
+    use_it: bool = False
+"""
+MODELS = """\
+from peft import LoraConfig
+from transformers import AutoTokenizer, BitsAndBytesConfig
+from .configs import ModelArguments
+def tokenizer_of(model_args: ModelArguments):
+    return AutoTokenizer.from_pretrained(model_args.model_name_or_path)
+def quantization(model_args: ModelArguments):
+    config = None
+    if model_args.load_in_4bit:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    return config
+def adapters(model_args: ModelArguments):
+    return LoraConfig(r=model_args.lora_r, lora_alpha=model_args.lora_alpha)
+"""
+QLORA = """\
+model_name_or_path: a/new
+lora_r: 64
+lora_alpha: 128
+load_in_4bit: true
+learning_rate: 1.0e-05
+"""
+FILLED = {
+    "model.source": "a/new",
+    "model.lora.rank": 64,
+    "model.lora.alpha": 128,
+    "model.quantization": "nf4",
+    "optimizer.learning_rate": 1e-05,
+}
+CASES: dict[str, Case] = {
+    "defaults of dataclasses in a module": (
+        {"c.yaml": QLORA, "train.py": PARSES, "package/configs.py": CONFIGS, "package/models.py": MODELS},
+        FILLED,
+        (),
+        ("conflict", "a/old"),
+    ),
+    "the file after the modules": (
+        {"package/configs.py": CONFIGS, "package/models.py": MODELS, "train.py": PARSES, "c.yaml": QLORA},
+        FILLED,
+        (),
+        ("conflict", "a/old"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_file_more(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_case(CASES[name], tmp_path, monkeypatch)
