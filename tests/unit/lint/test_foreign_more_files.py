@@ -55,6 +55,14 @@ def quantization(model_args: ModelArguments):
 def adapters(model_args: ModelArguments):
     return LoraConfig(r=model_args.lora_r, lora_alpha=model_args.lora_alpha)
 """
+LOOP = """\
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from helper import shorten
+model = AutoModelForCausalLM.from_pretrained("a/b")
+rows = load_dataset("json", data_files="data/rows.jsonl", split="train")
+Trainer(model=model, args=TrainingArguments("o"), train_dataset=rows.map(shorten)).train()
+"""
 QLORA = """\
 model_name_or_path: a/new
 lora_r: 64
@@ -69,6 +77,26 @@ FILLED = {
     "model.quantization": "nf4",
     "optimizer.learning_rate": 1e-05,
 }
+FACTORY = """\
+model_name_or_path: a/new
+stage: sft
+finetuning_type: lora
+template: qwen
+dataset: data/train.json
+learning_rate: 2.0e-5
+"""
+PREPARES = """\
+from datasets import load_dataset
+rows = load_dataset("a/raw")["train"]
+rows.to_json("data/train.json")
+"""
+OF_FACTORY = {
+    "data.train": "data/train.json",
+    "data.packing": False,
+    "optimizer.beta2": 0.999,
+}
+NOT_OF_FACTORY = ("conflict", "a/raw", "job of its own")
+OF_LOOP = {"train.py": LOOP, "run.sh": "python train.py\n"}
 CASES: dict[str, Case] = {
     "defaults of dataclasses in a module": (
         {"c.yaml": QLORA, "train.py": PARSES, "package/configs.py": CONFIGS, "package/models.py": MODELS},
@@ -81,6 +109,24 @@ CASES: dict[str, Case] = {
         FILLED,
         (),
         ("conflict", "a/old"),
+    ),
+    "a command before the training": (
+        {"c.yaml": FACTORY, "run.sh": "python prepare_data.py\nllamafactory-cli train c.yaml\n"},
+        OF_FACTORY,
+        (),
+        NOT_OF_FACTORY,
+    ),
+    "a script that the training does not start": (
+        {"c.yaml": FACTORY, "step_1.py": PREPARES, "run.sh": "llamafactory-cli train c.yaml\n"},
+        OF_FACTORY,
+        ("left out: step_1.py: nothing of the training starts or imports it",),
+        NOT_OF_FACTORY,
+    ),
+    "a script that a training loop does not import": (
+        {"prepare.py": PREPARES, **OF_LOOP},
+        {"data.train": "data/rows.jsonl"},
+        ("left out: prepare.py",),
+        NOT_OF_FACTORY,
     ),
 }
 

@@ -15,7 +15,14 @@ from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.hydra import composed
 from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
-from shardwise.lint.foreign.reads import called, switched_off, unnamed, without_deepspeed, without_idle
+from shardwise.lint.foreign.reads import (
+    called,
+    switched_off,
+    unnamed,
+    without_deepspeed,
+    without_idle,
+    without_preparations,
+)
 from shardwise.lint.foreign.sections import opened, with_settings
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
@@ -48,7 +55,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     """
     documents, broken = load(files, other="training")
     said += map(_of_part, broken)
-    documents = tuple(with_calls(composed(documents, said)))
+    documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
     documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}

@@ -21,6 +21,7 @@ from shardwise.lint.shell_text import OPEN
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
 _GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
 _LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
+_LOADS = re.compile(r"\bload_dataset\(|\bread_(json|csv|parquet)\(")
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
@@ -64,6 +65,27 @@ def _without(text: str, part: ast.FunctionDef) -> str:
     """A script's text with empty lines in place of a function."""
     first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
     return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
+
+
+def without_preparations(documents: Sequence[Document], said: list[str]) -> Iterator[Document]:
+    """The documents but for scripts that only prepare data: the training neither starts nor imports them."""
+    scripts = [one for one in documents if one.syntax == "python"]
+    tool = any(one.get("launcher") in ("llamafactory-cli", "axolotl", "swift") for one in documents)
+    trains = [one for one in scripts if _LEARNS.search(one.text)]
+    for one in documents:
+        rest = [other.text for other in scripts if other is not one]
+        rest += [str(other.get("script")) for other in documents]
+        named = any(re.search(rf"\b{re.escape(Path(one.name).stem)}\b", text) for text in rest)
+        if (
+            one in scripts
+            and one not in trains
+            and (tool or trains)
+            and not named
+            and _LOADS.search(one.text)
+        ):
+            said.append(f"left out: {one.name}: nothing of the training starts or imports it")
+        else:
+            yield one
 
 
 def without_idle(document: Document, texts: str, taken: set[str], said: list[str]) -> Document:
