@@ -63,6 +63,45 @@ model = AutoModelForCausalLM.from_pretrained("a/b")
 rows = load_dataset("json", data_files="data/rows.jsonl", split="train")
 Trainer(model=model, args=TrainingArguments("o"), train_dataset=rows.map(shorten)).train()
 """
+RUNS = """\
+import os, sys, torch
+from transformers import AutoModelForCausalLM
+from torch.utils.data import DataLoader
+out_dir = 'out'
+max_iters = 600000
+batch_size=12
+eval_interval = 2000
+learning_rate=6e-4 # of the first steps
+grad_steps = 5
+for arg in sys.argv[1:]:
+    if '=' not in arg:
+        exec(open(arg).read())
+ddp = int(os.environ.get('RANK', -1)) != -1
+if not ddp:
+    grad_steps *= 8
+model = AutoModelForCausalLM.from_pretrained("a/b")
+optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+batches = iter(DataLoader(rows, batch_size=batch_size))
+for step in range(max_iters):
+    for micro in range(grad_steps):
+        (model(**next(batches)).loss / grad_steps).backward()
+    optimizer.step()
+    if step % eval_interval == 0:
+        evaluate(model)
+"""
+VALUES = """\
+# of a small model
+wandb_run_name='small'
+max_iters=100000
+eval_interval = 1000
+grad_steps = 4
+"""
+READ = {
+    "train.steps": 100000,
+    "train.eval_every": 1000,
+    "train.micro_batch": 12,
+    "optimizer.learning_rate": 6e-4,
+}
 QLORA = """\
 model_name_or_path: a/new
 lora_r: 64
@@ -97,6 +136,16 @@ OF_FACTORY = {
 }
 NOT_OF_FACTORY = ("conflict", "a/raw", "job of its own")
 OF_LOOP = {"train.py": LOOP, "run.sh": "python train.py\n"}
+ARGUED = """\
+from dataclasses import dataclass
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+@dataclass
+class Own:
+    model_name: str = "a/b"
+own, args = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained(own.model_name)
+Trainer(model=model, args=args, train_dataset=rows).train()
+"""
 CASES: dict[str, Case] = {
     "defaults of dataclasses in a module": (
         {"c.yaml": QLORA, "train.py": PARSES, "package/configs.py": CONFIGS, "package/models.py": MODELS},
@@ -121,6 +170,36 @@ CASES: dict[str, Case] = {
         OF_FACTORY,
         ("left out: step_1.py: nothing of the training starts or imports it",),
         NOT_OF_FACTORY,
+    ),
+    "a file of Python that the command names": (
+        {"run.sh": "torchrun --nproc_per_node=2 train.py data/x.py\n", "train.py": RUNS, "data/x.py": VALUES},
+        {**READ, "train.global_batch": 96},
+        ("assumed: train.py reads data/x.py",),
+        ("conflict", "600000"),
+    ),
+    "a file of Python that the command names, in --from, too": (
+        {
+            "run.sh": "torchrun --nproc_per_node=2 train.py config/x.py\n",
+            "train.py": RUNS,
+            "config/x.py": VALUES,
+        },
+        {**READ, "train.global_batch": 96},
+        (),
+        ("conflict", "600000"),
+    ),
+    "beginnings of the Trainer's flags": (
+        {
+            "run.sh": "torchrun --nproc_per_node=2 t.py --model_n a/c --per_device_train_b 4 --max_g 2\n",
+            "t.py": ARGUED,
+        },
+        {
+            "model.source": "a/c",
+            "train.micro_batch": 4,
+            "train.global_batch": 8,
+            "optimizer.clip_norm": 2,
+        },
+        (),
+        ("train.micro_batch=8", "per_device_train_b:"),
     ),
     "a script that a training loop does not import": (
         {"prepare.py": PREPARES, **OF_LOOP},

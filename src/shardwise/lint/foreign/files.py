@@ -66,12 +66,13 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
         said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
+    fills = _FILLS.search(texts) is not None  # any of the scripts, for all of them
+    options |= _ARGUMENTS if fills else set()
     documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
     as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     known = [one for one in plain if one.kind == "training" or _ARGUMENTS & one.values.keys()]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
-    fills = _FILLS.search(texts) is not None  # any of the scripts, for all of them
     settings = known if fills or _WORDS["updates"].search(texts) else []
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
@@ -183,7 +184,7 @@ def _in_full(command: Document, options: set[str]) -> Document:
         values = {key: switched(key, value) for key, value in values.items()}
     for flag in command.flags - options if options else ():
         full = [name for name in options if name.startswith(flag)]
-        if len(full) == 1 and flag in values and flag not in _ARGUMENTS and full[0] not in values:
+        if len(full) == 1 and flag in values and full[0] not in values:
             values[full[0]], marks[full[0],] = values.pop(flag), marks.pop((flag,))
             flags = flags - {flag} | {full[0]}
     return replace(command, values=values, marks=marks, flags=frozenset(flags))

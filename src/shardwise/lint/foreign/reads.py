@@ -75,14 +75,10 @@ def without_preparations(documents: Sequence[Document], said: list[str]) -> Iter
     for one in documents:
         rest = [other.text for other in scripts if other is not one]
         rest += [str(other.get("script")) for other in documents]
-        named = any(re.search(rf"\b{re.escape(Path(one.name).stem)}\b", text) for text in rest)
-        if (
-            one in scripts
-            and one not in trains
-            and (tool or trains)
-            and not named
-            and _LOADS.search(one.text)
-        ):
+        made = [getattr(part, "name", "main") for part in ast.parse(one.text if one in scripts else "").body]
+        names_ = "|".join(map(re.escape, {Path(one.name).stem, *made} - {"main"}))
+        used = one not in scripts or any(re.search(rf"\b({names_})\b", text) for text in rest)
+        if not used and (tool or trains) and one not in trains and _LOADS.search(one.text):
             said.append(f"left out: {one.name}: nothing of the training starts or imports it")
         else:
             yield one
