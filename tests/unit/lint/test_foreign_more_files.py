@@ -146,6 +146,37 @@ own, args = HfArgumentParser((Own, TrainingArguments)).parse_args_into_dataclass
 model = AutoModelForCausalLM.from_pretrained(own.model_name)
 Trainer(model=model, args=args, train_dataset=rows).train()
 """
+COMMAND = """\
+EPOCHS=${EPOCHS:-1}
+python t.py --learning_rate 1e-5 --model_name "$MODEL" --num_train_epochs "$EPOCHS" --weight_decay $DECAY --per_device_train_batch_size ${ROWS:-1}
+"""
+LOADS_VARIABLES = (
+    """\
+ENV_FILE="$ROOT/.env"
+if [ ! -f "$ENV_FILE" ] && [ -f "$ROOT/.env.example" ]; then
+    ENV_FILE="$ROOT/.env.example"
+fi
+
+if [ -f "$ENV_FILE" ]; then
+    export $(grep -v '^#' "$ENV_FILE" | xargs) # all of it
+fi
+"""
+    + COMMAND
+)
+VARIABLES = """\
+# of the training
+MODEL="a/c"
+export EPOCHS=3
+DECAY=0.001   # small
+ROWS=4
+HF_TOKEN=abc
+"""
+OF_VARIABLES = {
+    "model.source": "a/c",
+    "train.epochs": 3,
+    "train.micro_batch": 4,
+    "optimizer.weight_decay": 0.001,
+}
 CASES: dict[str, Case] = {
     "defaults of dataclasses in a module": (
         {"c.yaml": QLORA, "train.py": PARSES, "package/configs.py": CONFIGS, "package/models.py": MODELS},
@@ -200,6 +231,24 @@ CASES: dict[str, Case] = {
         },
         (),
         ("train.micro_batch=8", "per_device_train_b:"),
+    ),
+    "a file of variables": (
+        {"run.sh": LOADS_VARIABLES, "t.py": ARGUED, ".env.example": VARIABLES},
+        OF_VARIABLES,
+        ("assumed: run.sh reads .env.example",),
+        ("YAML", "abc"),
+    ),
+    "a file of variables near the script": (
+        {"run.sh": "set -a; . data/.env; set +a\n" + COMMAND, "t.py": ARGUED, "data/.env": VARIABLES},
+        OF_VARIABLES,
+        ("assumed: run.sh reads .env",),
+        ("abc",),
+    ),
+    "a file of variables that nobody has": (
+        {"run.sh": "source .env\n" + COMMAND, "t.py": ARGUED},
+        {"train.micro_batch": None, "optimizer.weight_decay": None},
+        ("write optimizer.weight_decay",),
+        (),
     ),
     "a script that a training loop does not import": (
         {"prepare.py": PREPARES, **OF_LOOP},

@@ -24,6 +24,7 @@ from shardwise.lint.foreign.reads import (
     without_preparations,
 )
 from shardwise.lint.foreign.sections import opened, with_settings
+from shardwise.lint.foreign.sources import VARIABLES, with_variables
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -53,7 +54,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
 
     `taken` gets the flags, and the keys of files, whose values a script uses.
     """
-    documents, broken = load(files, other="training")
+    documents, broken = load([one for one in files if not VARIABLES.search(one.name)], other="training")
+    documents = tuple(with_variables(one, files, said) if one.syntax == "shell" else one for one in documents)
     said += map(_of_part, broken)
     documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
     documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)

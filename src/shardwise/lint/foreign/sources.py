@@ -1,0 +1,48 @@
+"""Files of variables that a launch script loads: `source .env`, `export $(grep -v '^#' .env | xargs)`."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.job.paths import read_bounded
+from shardwise.lint.document import Document
+from shardwise.lint.foreign.table import TABLE
+from shardwise.lint.read import LARGEST_FILE_BYTES, found
+from shardwise.lint.shell_text import read_shell
+
+_LOADS, _NAME, _SECRET = (re.compile(TABLE["words"][f"variables_{one}"]) for one in ("load", "file", "not"))
+VARIABLES = re.compile(r"^[\w-]*\.env(\.\w+)*$")  # the name of such a file
+_ROW = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
+_PLAIN = re.compile(r"""(?:"([^"$`\\]*)"|'([^'$`\\]*)'|([^\s"'$`\\;&|<>()]*))(?:\s+#.*)?$""")
+
+
+def with_variables(command: Document, files: Sequence[Path], said: list[str]) -> Document:
+    """The command with the variables of the files that its script loads: of those given, or near it."""
+
+    def assigned(loads: re.Match[str]) -> str:
+        words = loads["file"] or loads["of"]
+        for name in re.findall(r"\$\{?(\w+)", words):
+            words += "".join(re.findall(rf"\b{name}=(\S+)", command.text))
+        names = list(dict.fromkeys(_NAME.findall(words)))
+        names = [part.lstrip("/") for name in names for part in (name, Path(name).name)]
+        given = [one for name in names for one in files if one.name in (name, f"{name}.example")]
+        folder = Path(command.name).resolve().parent
+        near = [one for name in names for up in (folder, folder.parent) for one in found([name], up)]
+        if not (path := next(iter(given + near), None)):
+            return loads[0]
+        said.append(f"assumed: {command.name} reads {path.name}")
+        rows = _ROW.findall(read_bounded(path, LARGEST_FILE_BYTES).decode(errors="replace"))
+        made = (f"{name}={_value(value)}" for name, value in rows if not _SECRET.search(name))
+        return f"export {' '.join(made)}" + "\n" * loads[0].count("\n")
+
+    text = _LOADS.sub(assigned, command.text)
+    if text == command.text:
+        return command
+    return replace(read_shell(text, command.name, plain=True), kind=command.kind)
+
+
+def _value(text: str) -> str:
+    """A value as the shell's text; a command where only the shell knows it."""
+    plain = _PLAIN.match(text)
+    return "'" + next((one for one in plain.groups() if one), "") + "'" if plain else "$(unknown)"
