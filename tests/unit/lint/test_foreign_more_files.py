@@ -177,6 +177,39 @@ OF_VARIABLES = {
     "train.micro_batch": 4,
     "optimizer.weight_decay": 0.001,
 }
+COLLATES = """\
+import argparse, json, os
+from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
+from trl import SFTConfig, SFTTrainer
+class Answers(DataCollatorForLanguageModeling):
+    def torch_call(self, examples):
+        batch = super().torch_call(examples)
+        for i in range(len(examples)):
+            for at in starts(batch["labels"][i]):
+                if (
+                    self.response
+                    == batch["labels"][i][at : at + len(self.response)].tolist()
+                ):
+                    batch["labels"][i, :at] = -100
+        return batch
+parser = argparse.ArgumentParser()
+parser.add_argument("--data_file", type=str)
+args = parser.parse_args()
+with open(os.path.join(os.path.dirname(__file__), args.data_file)) as f:
+    rows = json.load(f)
+model = AutoModelForCausalLM.from_pretrained("a/b")
+config = SFTConfig("o", per_device_train_batch_size=1, gradient_accumulation_steps=8, deepspeed="ds.json")
+SFTTrainer(model=model, args=config, train_dataset=rows, data_collator=Answers(tokenizer=tok)).train()
+"""
+PIECES = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+tokenizer = AutoTokenizer.from_pretrained("a/b")
+model = AutoModelForCausalLM.from_pretrained("a/b")
+def cut(rows):
+    made = tokenizer(rows["text"], truncation=True, max_length=512, return_overflowing_tokens=True)
+    return {"input_ids": made["input_ids"]}
+Trainer(model=model, args=TrainingArguments("o"), train_dataset=rows.map(cut, batched=True)).train()
+"""
 CASES: dict[str, Case] = {
     "defaults of dataclasses in a module": (
         {"c.yaml": QLORA, "train.py": PARSES, "package/configs.py": CONFIGS, "package/models.py": MODELS},
@@ -248,6 +281,22 @@ CASES: dict[str, Case] = {
         {"run.sh": "source .env\n" + COMMAND, "t.py": ARGUED},
         {"train.micro_batch": None, "optimizer.weight_decay": None},
         ("write optimizer.weight_decay",),
+        (),
+    ),
+    "one process, a path from the script's folder, a collator that compares": (
+        {
+            "run.sh": "export CUDA_VISIBLE_DEVICES=0,1,2,3\npython sft/t.py --data_file ../rows.json\n",
+            "sft/t.py": COLLATES,
+            "sft/ds.json": '{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto"}',
+        },
+        {"data.train": "sft/../rows.json", "train.global_batch": 8, "data.packing": False},
+        ("run.sh:2: python starts one process", "labels(-100)"),
+        ("pieces()", "own_collator()"),
+    ),
+    "pieces of texts that are too long": (
+        {"t.py": PIECES},
+        {"data.packing": None, "data.sequence_length": 512},
+        ("pieces()", "write data.packing"),
         (),
     ),
     "a script that a training loop does not import": (

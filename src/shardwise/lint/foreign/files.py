@@ -71,7 +71,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     fills = _FILLS.search(texts) is not None  # any of the scripts, for all of them
     options |= _ARGUMENTS if fills else set()
     documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
-    as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    deep = any(one.kind == "deepspeed" for one in documents) and "spawn(" not in texts
+    as_given = commands = [_with_gpus(one, said, alone=deep) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     known = [one for one in plain if one.kind == "training" or _ARGUMENTS & one.values.keys()]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
@@ -233,8 +234,11 @@ def _inputs(
     )
 
 
-def _with_gpus(command: Document) -> Document:
-    """The command with the number of GPUs that it lists, or that SLURM gives it."""
+def _with_gpus(command: Document, said: list[str], *, alone: bool) -> Document:
+    """The command with the number of GPUs that it lists, or that SLURM gives it.
+
+    `alone`: whether `python` starts one process, and DeepSpeed does not spread it over all GPUs.
+    """
     values = dict(command.values)
     in_file = values["launcher"] == "accelerate" and "config_file" in values
     asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
@@ -249,6 +253,10 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nproc_per_node": int(count)} if count.isdecimal() else {}
             nodes = command.environment.get("SLURM_NNODES", "")
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
+        elif str(values["launcher"]).startswith("python") and alone:
+            values["num_gpus"] = 1
+            place = f"{command.name}:{command.line(('launcher',))}"
+            said.append(f"assumed: {place}: python starts one process, and DeepSpeed no others")
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
         elif values["launcher"] in _ALL_VISIBLE and asked.isdecimal():
@@ -285,6 +293,10 @@ def _without_flags(
     gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
+    own = "|".join(["__file__", *re.findall(r"(?m)^\s*(\w+) *=[^\n]*\b__file__\b", script.text)])
+    for flag in (one for one in command.flags & values.keys() if targets(one, below=False) in _DATA):
+        if re.search(rf"(join\(|/)[^\n]*\b({own})\b[^\n]*\b{flag}\b", script.text):  # from its own folder
+            values[flag] = str(Path(script.name).parent / str(values[flag]))
     return replace(command, values=values, marks=marks)
 
 
