@@ -295,8 +295,8 @@ CASES: dict[str, Case] = {
     ),
     "pieces of texts that are too long": (
         {"t.py": PIECES},
-        {"data.packing": None, "data.sequence_length": 512},
-        ("pieces()", "write data.packing"),
+        {"data.packing": False, "data.sequence_length": 512},
+        ("changed: t.py: overflow() (line 5): trained on the start of each long row only",),
         (),
     ),
     "a script that a training loop does not import": (
