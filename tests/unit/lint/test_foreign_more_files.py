@@ -299,6 +299,17 @@ CASES: dict[str, Case] = {
         ("changed: t.py: overflow() (line 5): trained on the start of each long row only",),
         (),
     ),
+    "a file of DeepSpeed's that the command writes": (
+        {
+            "c.yaml": FACTORY + "deepspeed: conf/zero3.json\n",
+            "run.sh": "python3 -m venv ./v\nif [ ! -f conf/zero3.json ]; then\n    cat > conf/zero3.json << 'END'\n"
+            '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}\nEND\nfi\n'
+            "llamafactory-cli train c.yaml\n",
+        },
+        {"strategy.stage": 3, "strategy.offload_optimizer": "cpu"},
+        (),
+        ("is not there",),
+    ),
     "a script that a training loop does not import": (
         {"prepare.py": PREPARES, **OF_LOOP},
         {"data.train": "data/rows.jsonl"},

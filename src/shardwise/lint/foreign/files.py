@@ -24,7 +24,7 @@ from shardwise.lint.foreign.reads import (
     without_preparations,
 )
 from shardwise.lint.foreign.sections import opened, with_settings
-from shardwise.lint.foreign.sources import VARIABLES, with_variables
+from shardwise.lint.foreign.sources import VARIABLES, with_variables, written
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -56,6 +56,8 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     """
     documents, broken = load([one for one in files if not VARIABLES.search(one.name)], other="training")
     documents = tuple(with_variables(one, files, said) if one.syntax == "shell" else one for one in documents)
+    made = [part for one in documents if one.syntax == "shell" for part in written(one)]
+    documents = (*documents, *made)
     said += map(_of_part, broken)
     documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
     documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
@@ -92,7 +94,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
             inner += held
             loaded |= inputs.loaded
             taken |= inputs.taken
-    asked = {Path(one).resolve() for one in files}
+    asked = {Path(one).resolve() for one in [*files, *(Path(one.name) for one in made)]}
     plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
     if not inner and (off := switched_off([*commands, *scripts, *plain])):
         idle = [one.name for one in plain if one.kind == "deepspeed"]

@@ -1,17 +1,21 @@
 """Files of variables that a launch script loads: `source .env`, `export $(grep -v '^#' .env | xargs)`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from shardwise.job.paths import read_bounded
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.foreign.table import TABLE
-from shardwise.lint.read import LARGEST_FILE_BYTES, found
+from shardwise.lint.read import LARGEST_FILE_BYTES, found, read
 from shardwise.lint.shell_text import read_shell
 
 _LOADS, _NAME, _SECRET = (re.compile(TABLE["words"][f"variables_{one}"]) for one in ("load", "file", "not"))
+_WRITES = re.compile(
+    r"(?ms)^\s*cat\s*>\s*[\"']?([\w./-]+\.json)[\"']?\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*?)^\t*\2$"
+)
 VARIABLES = re.compile(r"^[\w-]*\.env(\.\w+)*$")  # the name of such a file
 _ROW = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 _PLAIN = re.compile(r"""(?:"([^"$`\\]*)"|'([^'$`\\]*)'|([^\s"'$`\\;&|<>()]*))(?:\s+#.*)?$""")
@@ -40,6 +44,16 @@ def with_variables(command: Document, files: Sequence[Path], said: list[str]) ->
     if text == command.text:
         return command
     return replace(read_shell(text, command.name, plain=True), kind=command.kind)
+
+
+def written(command: Document) -> Iterator[Document]:
+    """DeepSpeed's files that the script of a command writes with here-documents."""
+    for name, _, body in _WRITES.findall(command.text):
+        with suppress(UnreadableError):
+            if (made := read(body, name)).kind == "deepspeed" and not found(
+                [name], Path(command.name).parent
+            ):
+                yield made
 
 
 def _value(text: str) -> str:
