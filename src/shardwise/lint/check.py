@@ -32,8 +32,8 @@ from shardwise.lint.rules import RULES, versions
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
-from shardwise.lint.schema import pattern
 from shardwise.lint.script_run import as_run
+from shardwise.lint.script_text import as_older
 from shardwise.lint.setup import READER_NAMES, Setup
 from shardwise.lint.shell_text import NO_COMMAND, STARTS
 from shardwise.models.catalog import no_tokenizer
@@ -90,7 +90,7 @@ def load(
                 broken.append(unreadable(str(file), error))
             if not own and not later:
                 continue
-            document = read(pattern("f_string").sub('f"{...}"', text), str(file), other="training")
+            document = read(as_older(text), str(file), other="training")
         documents += (document, *document.inner)
         for path in found(referred(document), file.parent):
             if os.path.realpath(path) not in seen:

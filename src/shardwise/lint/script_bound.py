@@ -139,8 +139,8 @@ class Bound:
                 self._uses[name.rpartition(".")[2]].append(node)  # without the module of `name_as_imported`
             case ast.Name() if isinstance(above, ast.AugAssign) and isinstance(above.value, ast.Dict):
                 pass  # `settings |= {...}` is a change
-            case ast.Name(id=name, ctx=ast.Store()):
-                self._bound[scope, name].append(value)
+            case ast.Name(id=name, ctx=ast.Store()):  # `steps *= 8` is open, where it runs
+                self._bound[scope, name].append(node if isinstance(above, ast.AugAssign) else value)
             case ast.Attribute():
                 self._attributes.append((node, value))
             case ast.Call(func=ast.Name(id="setattr"), args=[holder, key, given]):

@@ -24,6 +24,7 @@ _ENVIRONMENT = ("os.environ.get", "os.getenv", "environ.get", "getenv")
 _WORLD = "WORLD_SIZE"  # the number of processes
 _OF_LAUNCHER = re.compile(r"(LOCAL_)?WORLD_SIZE$|SLURM_|OMPI_|PMI_")  # what starts the processes sets these
 _RANK = re.compile(r"(\w+_)?RANK$")  # of which each process has its own
+_SET = re.compile(r"int\((os\.)?(environ\.get|getenv)\('(LOCAL_)?RANK', -1\)\) [!=]= -1$")  # by a launcher
 _COUNT = re.compile(
     r"(?i)(.*\bget_world_size\(\)|.*(accelerator|state|state\(\))\.num_processes|.*args\.world_size)$"
 )
@@ -121,6 +122,9 @@ class Inputs:
             case ast.Call(func=ast.Name(id="hasattr"), args=[holder, ast.Constant(value=str(name))]):
                 known = value_of(ast.Attribute(value=holder, attr=name, ctx=ast.Load()))
                 return known if known == UNKNOWN else True
+            case ast.Compare(ops=[ast.Eq() | ast.NotEq() as op]) if _SET.match(ast.unparse(node)):
+                started = _WORLD in self.environment and not self.alone
+                return started is isinstance(op, ast.NotEq) if started or self.alone else UNKNOWN
             case ast.Call(func=called, args=[]) if ast.unparse(called).endswith(_SUPPORTED):
                 self.supported |= not ast.unparse(called).endswith("is_available")
                 return True

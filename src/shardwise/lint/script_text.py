@@ -8,11 +8,26 @@ from sys import version_info
 
 from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, Mark, UnreadableError
-from shardwise.lint.schema import pattern
 from shardwise.lint.script_settings import Settings
 
 _LARGEST_MODULE = 1_000_000  # bytes
 UNDEFINED = "names.undefined"  # the key for the names that the script uses and nowhere defines
+
+
+def _f_strings(deep: int = 3) -> str:
+    """A pattern for f-strings on a line that hold others, as Python allows since 3.12."""
+    inner = f"{_f_strings(deep - 1)}|" if deep else ""
+    held = rf"""\{{(?:{inner}"[^"\n]*+"|'[^'\n]*+'|\{{[^{{}}\n]*+\}}|[^{{}}"'\n])*+\}}"""
+    quoted = (rf"{one}(?!{one}{one})(?:\{{\{{|{held}|[^{one}\n{{])*+{one}" for one in "\"'")
+    return rf"(?<!\w)[fF](?:{'|'.join(quoted)})"
+
+
+_F_STRING = re.compile(_f_strings())
+
+
+def as_older(text: str) -> str:
+    """A script with `f"{...}"` for f-strings that this Python cannot parse."""
+    return _F_STRING.sub(lambda one: one[0] if parses(one[0]) else 'f"{...}"', text)
 
 
 def is_python(text: str) -> bool:
@@ -36,7 +51,7 @@ def read_python(text: str, file: str) -> Document:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 1
         why = getattr(error, "msg", str(error)) or "nested too deeply"
-        newer = version_info < (3, 12) and parses(pattern("f_string").sub('""', text))
+        newer = version_info < (3, 12) and parses(as_older(text))
         mine = f"Python 3.{version_info[1]}"
         who = f"{mine}, which runs check, stops" if newer else f"it is not {mine}"
         fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"

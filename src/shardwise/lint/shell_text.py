@@ -37,7 +37,7 @@ _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
 _TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")
-_OTHER = pattern("started_scripts")
+_OTHER, _PREPARES = pattern("started_scripts"), pattern("prepares")
 _NO_RUN = re.compile(r"(?:export\s+)?\w+\+?=|echo\b")
 _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
@@ -100,13 +100,14 @@ def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = Fals
 
 
 def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, Variables, bool, bool] | None:
-    """The first command's line, its rows, the launcher in it, and the variables there.
+    """The line of the first command that does not only prepare data, its rows, launcher, and variables there.
 
     Also whether it is in quotes, and whether its variables have their values already, which is so where a
     variable holds it: `eval "$CMD"`, `$LAUNCHER train.py`.
     """
     text = text.replace("\r\n", "\n")
-    if start := pattern.search(text):
+    trains = (one for one in pattern.finditer(text) if not _PREPARES.match(text, one.end(1)))
+    if start := next(trains, pattern.search(text)):
         quoted = text.count('"', 0, start.start()) % 2 == 1  # within a text that joins its lines itself
         quote = text[start.start(1) - 1 : start.start(1)]
         end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`

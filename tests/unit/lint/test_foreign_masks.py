@@ -91,6 +91,8 @@ def test_a_script_of_a_later_python_is_read_without_its_f_strings(
 ) -> None:
     args = "TrainingArguments('out', learning_rate=RATE)"
     later = 'from conf import RATE\nprint(f"{row["a"]} of {row["b"].split("#")}")\n'
+    later += """print(f"<s>{"".join(f"{names[(by := x['from'])]}{x['value']}" for x in rows)}")\n"""
+    later += 'rate = RATE if f"{RATE}" else 1.0\n'
     named = 'model = AutoModelForCausalLM.from_pretrained(f"{row["org"]}/b")\n'
     script = START.replace("model = AutoModelForCausalLM.from_pretrained('a/b')\n", later + named)
     files = {"train.py": f"{script}Trainer(model, {args}).train()\n", "conf.py": "RATE = 3e-4\n"}

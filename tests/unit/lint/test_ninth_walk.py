@@ -395,6 +395,7 @@ def test_the_batch_of_a_pipeline_is_not_judged_without_its_stages(tmp_path: Path
         ('texts = [f"{x.split("#")[-1]}" for x in rows]', "warning"),
         ('print(f"loss {row["loss"]} of {row["step"]}")', "warning"),
         ("name = f'{row['a']}'", "warning"),
+        ("""text = f"<s>{"".join(f"{names[(by := x['from'])]}{x['value']}" for x in rows)}" """, "warning"),
         ('print(f"{x}"', "error"),
     ],
 )

@@ -4,7 +4,6 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,16 @@ from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.hydra import composed
 from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
-from shardwise.lint.foreign.reads import switched_off, unnamed, without_deepspeed, without_idle
+from shardwise.lint.foreign.reads import (
+    called,
+    switched_off,
+    unnamed,
+    without_deepspeed,
+    without_idle,
+    without_preparations,
+)
 from shardwise.lint.foreign.sections import opened, with_settings
+from shardwise.lint.foreign.sources import VARIABLES, with_variables, written
 from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -26,7 +33,6 @@ from shardwise.lint.schema import as_number, names
 from shardwise.lint.script_inputs import OPEN, Inputs, field_names, options_of
 from shardwise.lint.script_links import modules_of
 from shardwise.lint.script_settings import CONFIGURATIONS, Settings
-from shardwise.lint.script_text import read_python
 from shardwise.lint.setup import launched_processes
 from shardwise.lint.shell_text import OPEN as OPEN_FLAGS
 from shardwise.lint.shell_text import flags_within
@@ -37,7 +43,6 @@ _FILLS = _WORDS["fills"]
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _DATA = ({"data.train"}, {"data.eval"})
-_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
@@ -49,10 +54,13 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
 
     `taken` gets the flags, and the keys of files, whose values a script uses.
     """
-    documents, broken = load(files, other="training")
+    documents, broken = load([one for one in files if not VARIABLES.search(one.name)], other="training")
+    documents = tuple(with_variables(one, files, said) if one.syntax == "shell" else one for one in documents)
+    made = [part for one in documents if one.syntax == "shell" for part in written(one)]
+    documents = (*documents, *made)
     said += map(_of_part, broken)
-    documents = tuple(with_calls(composed(documents, said)))
-    documents = tuple(_called(one, documents) if one.syntax == "python" else one for one in documents)
+    documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
+    documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
     calls = ([name for name in one.uses if name.rpartition(".")[2] not in theirs] for one in documents)
@@ -62,28 +70,31 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
         said += own_losses(one, texts) if one.syntax == "python" and one.kind == "training" else []
         said += unnamed(one, documents) if one.syntax == "python" else []
     options = {name for one in documents if one.syntax == "python" for name in options_of(one.text)}
+    fills = _FILLS.search(texts) is not None  # any of the scripts, for all of them
+    options |= _ARGUMENTS if fills else set()
     documents = tuple(_in_full(one, options) for one in with_settings(documents, said))
-    as_given = commands = [_with_gpus(one) for one in documents if one.syntax == "shell"]
+    deep = any(one.kind == "deepspeed" for one in documents) and "spawn(" not in texts
+    as_given = commands = [_with_gpus(one, said, alone=deep) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
+    known = [one for one in plain if one.kind == "training" or _ARGUMENTS & one.values.keys()]
     scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
+    settings = known if fills or _WORDS["updates"].search(texts) else []
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
-            filled = any(_WORDS[way].search(one.text) for way in ("fills", "updates"))
-            known = [part for part in plain if part.kind == "training" or _ARGUMENTS & part.values.keys()]
-            settings = known if filled else []
             if _FILLS.search(one.text) and not (commands or settings):
                 said.append(f"to do: {one.name}: {ARGUED}")
             inputs = _inputs(one, settings, as_given, documents)
             script, *held = _documents(one, inputs, said, {key for part in plain for key in part.values})
-            commands = [_without_flags(command, script, inputs, said) for command in commands]
-            for part in settings:
-                own = replace(part, flags=frozenset(part.values))
-                plain[plain.index(part)] = _without_flags(own, script, inputs, said)
+            commands = [_without_flags(command, script, inputs, said, fills=fills) for command in commands]
+            for at, part in enumerate(plain):
+                if part.name in {held.name for held in settings}:
+                    own = replace(part, flags=frozenset(part.values))
+                    plain[at] = _without_flags(own, script, inputs, said, fills=fills)
             scripts.append(script)
             inner += held
             loaded |= inputs.loaded
             taken |= inputs.taken
-    asked = {Path(one).resolve() for one in files}
+    asked = {Path(one).resolve() for one in [*files, *(Path(one.name) for one in made)]}
     plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
     if not inner and (off := switched_off([*commands, *scripts, *plain])):
         idle = [one.name for one in plain if one.kind == "deepspeed"]
@@ -120,7 +131,7 @@ def _of_part(wrong: Finding) -> str:
     what = re.sub(r"\bcheck\b", "init", wrong.what)
     if wrong.severity != "warning" or not wrong.file.endswith(".py"):
         raise JobError(what, where=wrong.where, fix=wrong.fix)
-    return f"to do: {wrong.where}: {what}; its f-strings are not read, the rest is; run {wrong.fix}"
+    return f"to do: {wrong.where}: {what}; these f-strings are not read, the rest is; run {wrong.fix}"
 
 
 def _apart(document: Document) -> tuple[Document, Document]:
@@ -131,36 +142,6 @@ def _apart(document: Document) -> tuple[Document, Document]:
     rest = {key: mark for key, mark in document.marks.items() if key not in within}
     held = replace(document, kind="deepspeed", values=document.section("deepspeed"), marks=marks)
     return replace(document, values=values, marks=rest), held
-
-
-def _called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest trains, or another does."""
-    body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
-    plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
-    idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
-    reached = [one for one in body if one not in idle.values()]
-    for one in reached:  # which grows by what each part calls
-        used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
-        reached += [idle.pop(name) for name in used & idle.keys()]
-    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
-        return script
-    text = reduce(_without, idle.values(), script.text)
-    for held in (one for one in reached if isinstance(one, ast.ClassDef)):
-        for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
-            rest = re.sub(r"#.*", "", f"{_without(text, one)}\n{others}")
-            own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
-            made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
-            if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
-                text = _without(text, one)
-    if text == script.text:
-        return script
-    return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
-
-
-def _without(text: str, part: ast.FunctionDef) -> str:
-    """A script's text with empty lines in place of a function."""
-    first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
-    return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
 
 
 def _refuse(document: Document, texts: str) -> None:
@@ -208,7 +189,7 @@ def _in_full(command: Document, options: set[str]) -> Document:
         values = {key: switched(key, value) for key, value in values.items()}
     for flag in command.flags - options if options else ():
         full = [name for name in options if name.startswith(flag)]
-        if len(full) == 1 and flag in values and flag not in _ARGUMENTS and full[0] not in values:
+        if len(full) == 1 and flag in values and full[0] not in values:
             values[full[0]], marks[full[0],] = values.pop(flag), marks.pop((flag,))
             flags = flags - {flag} | {full[0]}
     return replace(command, values=values, marks=marks, flags=frozenset(flags))
@@ -255,8 +236,11 @@ def _inputs(
     )
 
 
-def _with_gpus(command: Document) -> Document:
-    """The command with the number of GPUs that it lists, or that SLURM gives it."""
+def _with_gpus(command: Document, said: list[str], *, alone: bool) -> Document:
+    """The command with the number of GPUs that it lists, or that SLURM gives it.
+
+    `alone`: whether `python` starts one process, and DeepSpeed does not spread it over all GPUs.
+    """
     values = dict(command.values)
     in_file = values["launcher"] == "accelerate" and "config_file" in values
     asked = command.environment.get("SLURM_GPUS_ON_NODE", "")
@@ -271,6 +255,10 @@ def _with_gpus(command: Document) -> Document:
             values |= {"nproc_per_node": int(count)} if count.isdecimal() else {}
             nodes = command.environment.get("SLURM_NNODES", "")
             values |= {"nnodes": int(nodes)} if nodes.isdecimal() else {}
+        elif str(values["launcher"]).startswith("python") and alone:
+            values["num_gpus"] = 1
+            place = f"{command.name}:{command.line(('launcher',))}"
+            said.append(f"assumed: {place}: python starts one process, and DeepSpeed no others")
         elif values["launcher"] in _ALL_VISIBLE and shown and not OPEN.search(shown):
             values["num_gpus"] = len(shown.split(","))
         elif values["launcher"] in _ALL_VISIBLE and asked.isdecimal():
@@ -278,7 +266,9 @@ def _with_gpus(command: Document) -> Document:
     return replace(command, values=values)
 
 
-def _without_flags(command: Document, script: Document, inputs: Inputs, said: list[str]) -> Document:
+def _without_flags(
+    command: Document, script: Document, inputs: Inputs, said: list[str], *, fills: bool
+) -> Document:
     """The command without the flags that the script's settings have taken, or that only the script knows."""
     unread = [place for place in script.marks if is_open(script, place)]
     open_ = {target for place in unread for target in targets_of(script, place)}
@@ -286,7 +276,7 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     unused = {flag for flag in inputs.taken & TABLE["keys"].keys() if not targets(flag, below=False) & stated}
     # a field of the Trainer's arguments that the script only reads decides what it always does, and an
     # adapter's rank is one wherever the script hands it on
-    inherited = unused - options_of(script.text) if _FILLS.search(script.text) else set()
+    inherited = unused - options_of(script.text) if fills else set()
     kept = inherited | {flag for flag in unused if flag.startswith("lora_")}
     kept |= {one for one in unused if f"{one}={command.get(one)}" in TABLE["notes"]}
     kept |= {one for one in unused if TABLE["keys"][one] == "name"}
@@ -305,6 +295,10 @@ def _without_flags(command: Document, script: Document, inputs: Inputs, said: li
     gone &= command.flags | command.environment.keys()
     values = {key: value for key, value in command.values.items() if key not in gone}
     marks = {key: mark for key, mark in command.marks.items() if key[0] not in gone}
+    own = "|".join(["__file__", *re.findall(r"(?m)^\s*(\w+) *=[^\n]*\b__file__\b", script.text)])
+    for flag in (one for one in command.flags & values.keys() if targets(one, below=False) in _DATA):
+        if re.search(rf"(join\(|/)[^\n]*\b({own})\b[^\n]*\b{flag}\b", script.text):  # from its own folder
+            values[flag] = str(Path(script.name).parent / str(values[flag]))
     return replace(command, values=values, marks=marks)
 
 

@@ -100,7 +100,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     idle = {"train.save_every": saves in _NO_STEPS, "train.eval_every": evaluates in _NO_STEPS}
     idle["data.eval"] = evaluates in _NO_STEPS[1:]
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
-    to_do = _to_do(open_)
+    masks = any("labels(-100)" in one for one in said)  # which says the same of an own collator
+    to_do = [one for one in _to_do(open_) if not (masks and ": own_collator(): " in one)]
     found = suspects(documents, given | open_.keys(), said)
     unread(documents, used, said)
     open_ |= {key: place for key, (place, _) in found.items()}

@@ -1,4 +1,4 @@
-"""What of a training nothing reads: modules that nobody named, flags, and settings that are switched off."""
+"""What of a training nothing reads: files nobody named, idle functions, flags, settings that are off."""
 
 import ast
 import re
@@ -15,10 +15,13 @@ from shardwise.lint.foreign.suspects import decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
+from shardwise.lint.script_text import read_python
 from shardwise.lint.shell_text import OPEN
 
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
 _GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
+_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
+_LOADS = re.compile(r"\bload_dataset\(|\bread_(json|csv|parquet)\(")
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
@@ -32,6 +35,53 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
     if files and "import run_exp" not in script.text:  # LLaMA-Factory's own
         what = f"add {', '.join(files)} to --from: imported, and may decide a part of the job"
         yield f"to do: {script.name}:{min(away.values())}: {what}"
+
+
+def called(script: Document, documents: Sequence[Document]) -> Document:
+    """The script without the functions that no file calls, where the rest trains, or another does."""
+    body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
+    plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
+    idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
+    reached = [one for one in body if one not in idle.values()]
+    for one in reached:  # which grows by what each part calls
+        used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
+        reached += [idle.pop(name) for name in used & idle.keys()]
+    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
+        return script
+    text = reduce(_without, idle.values(), script.text)
+    for held in (one for one in reached if isinstance(one, ast.ClassDef)):
+        for one in (part for part in held.body[1:] if isinstance(part, ast.FunctionDef)):
+            rest = re.sub(r"#.*", "", f"{_without(text, one)}\n{others}")
+            own = rf"\b(cls|self|{held.name})" * bool(one.decorator_list)  # of a class method
+            made = own or (not held.bases and re.search(rf"\b{held.name}\(", rest))
+            if made and one.name[:2] != "__" and not re.search(rf"{own}\.{one.name}\b", rest):
+                text = _without(text, one)
+    if text == script.text:
+        return script
+    return replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
+
+
+def _without(text: str, part: ast.FunctionDef) -> str:
+    """A script's text with empty lines in place of a function."""
+    first, end = min([part.lineno, *(one.lineno for one in part.decorator_list)]), part.end_lineno or 0
+    return "\n".join("" if first <= at <= end else row for at, row in enumerate(text.split("\n"), 1))
+
+
+def without_preparations(documents: Sequence[Document], said: list[str]) -> Iterator[Document]:
+    """The documents but for scripts that only prepare data: the training neither starts nor imports them."""
+    scripts = [one for one in documents if one.syntax == "python"]
+    tool = any(one.get("launcher") in ("llamafactory-cli", "axolotl", "swift") for one in documents)
+    trains = [one for one in scripts if _LEARNS.search(one.text)]
+    for one in documents:
+        rest = [other.text for other in scripts if other is not one]
+        rest += [str(other.get("script")) for other in documents]
+        made = [getattr(part, "name", "main") for part in ast.parse(one.text if one in scripts else "").body]
+        names_ = "|".join(map(re.escape, {Path(one.name).stem, *made} - {"main"}))
+        used = one not in scripts or any(re.search(rf"\b({names_})\b", text) for text in rest)
+        if not used and (tool or trains) and one not in trains and _LOADS.search(one.text):
+            said.append(f"left out: {one.name}: nothing of the training starts or imports it")
+        else:
+            yield one
 
 
 def without_idle(document: Document, texts: str, taken: set[str], said: list[str]) -> Document:

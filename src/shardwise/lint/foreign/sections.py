@@ -21,9 +21,9 @@ from shardwise.lint.script_text import read_python
 
 _ARGUMENTS = frozenset(names("trainer_arguments"))
 _ADAPTERS = {"r": "lora_r", "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-_RUNS = re.compile(r"(?m)^exec\(open\(")
-_SETTING = re.compile(r"(?m)^([A-Za-z_]\w*) = (.+)")
-_STATEMENT = re.compile(r"(?m)^(?!import |from |#|[A-Za-z_]\w* = |\s*$)")  # of more than settings
+_RUNS = re.compile(r"(?m)^[ \t]*exec\((open\(|\w+\.read\()")
+_SETTING = re.compile(r"(?m)^([A-Za-z_]\w*) *= *([^=\s].*)")
+_STATEMENT = re.compile(r"(?m)^(?!import |from |#|[A-Za-z_]\w* *=|[\])}\s]|$)")  # of more than settings
 _OFF = ("enabled", "enable", "use", "use_lora", "use_peft")
 _OTHERS = re.compile(r"(?i)dpo|grpo|ppo|orpo|kto|reward|(^|_)(rm|eval|infer|generat|serv|pretrain)")
 _LEAST = 3  # arguments of the Trainer that make a section one of a training
@@ -86,7 +86,7 @@ def with_settings(documents: Sequence[Document], said: list[str]) -> Iterator[Do
             known[name] = "input()" if OPEN.search(str(one.get(name))) else repr(one.get(name))
     for one in documents:
         if one in running and known:
-            lines = [(row.partition(" = ")[0], row) for row in one.text.split("\n")]
+            lines = [(row.partition("=")[0].rstrip(), row) for row in one.text.split("\n")]
             text = "\n".join(f"{name} = {known[name]}" if name in known else row for name, row in lines)
             yield replace(read_python(text, one.name), cells=one.cells)
         elif one in commands:  # whose flags have done their part
