@@ -422,7 +422,7 @@ OF_LIGHTNING = {
 for given, strategy in (
     ("strategy='deepspeed_stage_2'", "zero2"),
     ("strategy='deepspeed_stage_3_offload'", "zero3-offload"),
-    ("strategy='ddp'", {"engine": "ddp"}),
+    ("strategy='ddp'", "ddp"),
     ("strategy='fsdp'", "fsdp2"),
     ("strategy=DeepSpeedStrategy()", "zero2"),
     (
@@ -435,7 +435,7 @@ for given, strategy in (
         {"engine": "fsdp2", "reshard": False, "offload_parameters": "cpu"},
     ),
     ("strategy=FSDPStrategy()", "fsdp2"),
-    ("strategy=DDPStrategy(find_unused_parameters=False)", {"engine": "ddp"}),
+    ("strategy=DDPStrategy(find_unused_parameters=False)", "ddp"),
 ):
     CASES[f"lightning: {given}"] = (
         {"train.py": LIGHTNING + FITTED.replace("STRATEGY", given)},

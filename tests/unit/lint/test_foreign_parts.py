@@ -209,7 +209,7 @@ CASES |= {
         ("conflict", "not understood", "model.lr"),
     )
     for name, strategy, spread in [
-        ("a word", "ddp", {"engine": "ddp"}),
+        ("a word", "ddp", "ddp"),
         ("a class", WITH_CLASS, "fsdp2"),
     ]
 }

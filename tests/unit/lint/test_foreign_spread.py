@@ -109,7 +109,7 @@ ACCELERATE = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_machines: 
 ZERO_3 = '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}'
 DDP = {"strategy": "ddp"}
 CASES |= {
-    f"several processes: {name}": (files, values, said, ("(engine ddp) is used, not",))
+    f"several processes: {name}": (files, values, said, ("(ddp) is used, not",))
     for name, files, values, said in [
         ("Accelerate's file", {"acc.yaml": ACCELERATE, "train.py": SCRIPT}, DDP, ()),
         (
@@ -148,7 +148,7 @@ CASES |= {
             "torchrun",
             {"run.sh": "torchrun --nproc_per_node 4 train.py\n", "train.py": SCRIPT},
             DDP,
-            ("assumed, as a training in several processes does: strategy.engine=ddp",),
+            ("assumed, as a training in several processes does: strategy=ddp",),
         ),
         (
             "DeepSpeed that only a run knows",

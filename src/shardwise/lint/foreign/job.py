@@ -29,7 +29,7 @@ _NO_STEPS = ("epoch", "no", False)  # `no` without quotes is false in YAML
 _COMMENT = textwrap.TextWrapper(106, subsequent_indent="    ", break_on_hyphens=False)
 _EVALUATES = {"eval_strategy", "evaluation_strategy", "**"}  # without them a Trainer does not
 _TEST_ROWS = re.compile(r"""["']test["']|\.values\(\)|\.test\b""")  # of train_test_split
-_SHARED = ("fsdp2", '{"engine": "ddp"}')  # among several processes
+_SHARED = ("fsdp2", "ddp")  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
 _MOST_NAMES = 60  # in a sentence
