@@ -154,7 +154,7 @@ def _of_scripts(setup: Setup) -> Translated | str:
     how = "FSDP2, for the Trainer's `fsdp`" if kind == "accelerate" else how
     number = used or "fp32: no file asks for bf16 or fp16"
     found = replace(found, assumed=(how, number, *found.assumed), left_out=())
-    own = f"strategy={{engine: {'single' if alone else 'ddp'}}}"
+    own = "strategy=single" if alone else "strategy=ddp"
     return found if kind == "accelerate" else replace(found, changes=(own, *found.changes[1:]))
 
 

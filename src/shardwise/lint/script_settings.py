@@ -31,7 +31,7 @@ _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
-_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(|Trainer\(")
+LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _SEEDS_ALL = re.compile(r"(torch\.(\w+\.)?)?manual_seed")
 _STEPS = {"num_warmup_steps", "num_training_steps"}  # of a schedule
 _LIBRARIES = sys.stdlib_module_names | {*names("libraries")}
@@ -69,7 +69,7 @@ class Settings:
         given = (k for one in made if _last(one) in ("Trainer", "Fabric") for k in one.keywords)
         self.strategies = {self.known.meant(k.value) for k in given if k.arg == "strategy"}  # Lightning's
         self.rows = Rows(nodes, self.known)
-        self.rows.learn = bool(self._inputs.others) or _LEARNS.search(text) is not None
+        self.rows.learn = bool(self._inputs.others or LEARNS.search(text) or "Trainer(" in text)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
         froms = [one for one in nodes if isinstance(one, ast.ImportFrom)]
         froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]

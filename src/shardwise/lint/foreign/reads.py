@@ -15,12 +15,12 @@ from shardwise.lint.foreign.suspects import decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
+from shardwise.lint.script_settings import LEARNS
 from shardwise.lint.script_text import read_python
 from shardwise.lint.shell_text import OPEN
 
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
 _GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
-_LEARNS = re.compile(r"\.backward\(|rainer\w*\b.*\.(train|fit)\(")  # what a script does that trains
 _LOADS = re.compile(r"\bload_dataset\(|\bread_(json|csv|parquet)\(")
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
@@ -46,7 +46,7 @@ def called(script: Document, documents: Sequence[Document]) -> Document:
     for one in reached:  # which grows by what each part calls
         used = {part.id for part in ast.walk(one) if isinstance(part, ast.Name)}
         reached += [idle.pop(name) for name in used & idle.keys()]
-    if not any(map(_LEARNS.search, (others, *map(ast.unparse, reached)))):
+    if not any(map(LEARNS.search, (others, *map(ast.unparse, reached)))):
         return script
     text = reduce(_without, idle.values(), script.text)
     for held in (one for one in reached if isinstance(one, ast.ClassDef)):
@@ -71,7 +71,7 @@ def without_preparations(documents: Sequence[Document], said: list[str]) -> Iter
     """The documents but for scripts that only prepare data: the training neither starts nor imports them."""
     scripts = [one for one in documents if one.syntax == "python"]
     tool = any(one.get("launcher") in ("llamafactory-cli", "axolotl", "swift") for one in documents)
-    trains = [one for one in scripts if _LEARNS.search(one.text)]
+    trains = [one for one in scripts if LEARNS.search(one.text)]
     for one in documents:
         rest = [other.text for other in scripts if other is not one]
         rest += [str(other.get("script")) for other in documents]
