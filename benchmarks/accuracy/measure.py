@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from assets import Assets
 from rows import Row
 
 from shardwise.diagnosis.probes.ranks import host_call_seconds
+from shardwise.launch.nodes import Nodes, free_port
 from shardwise.launch.spec import LaunchSpec
 from shardwise.record.read import read_events
 from shardwise.trials.exposed import read_trace
@@ -89,7 +90,7 @@ class Running:
         spec = LaunchSpec(
             job=job.model_dump(mode="json"),
             run_dir=str(self._run),
-            processes=row.gpus,
+            processes=row.gpus // row.nodes,
             memory_cap_bytes=row.memory_cap_bytes,
             # one that runs out of memory just ends
             measure_steps=limits.warmup_steps + limits.steady_steps if limits.profile else FOREVER,
@@ -98,12 +99,28 @@ class Running:
         self._host_call: float | None = None
         self._processors = processor_ticks(cores)
         self._since = time.monotonic()
-        (self._folder / "spec.json").write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        rendezvous = f"127.0.0.1:{free_port()}"
+        self._nodes = [
+            self._start(
+                node,
+                spec
+                if row.nodes == 1
+                else replace(spec, nodes=Nodes(count=row.nodes, rank=node, rendezvous=rendezvous)),
+            )
+            for node in range(row.nodes)
+        ]
+        self._process = self._nodes[0]
+
+    def _start(self, node: int, spec: LaunchSpec) -> subprocess.Popen[bytes]:
+        """The launcher of one node, which has its share of the GPUs and cores."""
+        file = self._folder / f"spec-{node}.json"
+        file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
+        cores = _part(self._cores, node, self.row.nodes)
         # Not `shardwise train`: it refuses adapters on random weights, which nobody could load again.
-        with (self._folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, str(self._folder / "spec.json")],
-                env=self._environment(),
+        with (self._folder / f"log{node or ''}").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-c", LAUNCH, str(file)],
+                env=self._environment(node),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -132,19 +149,22 @@ class Running:
         return result
 
     def end(self) -> None:
-        end_session(self._process)
+        for process in self._nodes:
+            end_session(process)
 
     @property
     def events_file(self) -> Path:
         """It appears when the run has begun."""
         return self._run / "events.jsonl"
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, node: int) -> dict[str, str]:
         # One thread a core and process, of this row's cores, is the launcher's own choice.
         given = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if any(self.gpus):
-            fixed["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+            fixed["CUDA_VISIBLE_DEVICES"] = ",".join(_part(self.gpus, node, self.row.nodes))
+        if self.row.nodes > 1:
+            fixed["NCCL_HOSTID"] = f"node-{node}"
         return {**given, **fixed}
 
     def _events(self) -> list[dict[str, Any]]:
@@ -195,6 +215,11 @@ class Running:
         step = read_trace(self._trace)
         busy = None if step.idle_seconds is None else round(step.step_seconds - step.idle_seconds, 5)
         return {"profiled_step_seconds": round(step.step_seconds, 5), "profiled_busy_seconds": busy}
+
+
+def _part(values: Sequence[Any], node: int, nodes: int) -> Sequence[Any]:
+    """A node's equal share."""
+    return values[node * len(values) // nodes : (node + 1) * len(values) // nodes]
 
 
 def processor_ticks(cores: Sequence[int], stat: Path = Path("/proc/stat")) -> list[int]:

@@ -10,19 +10,13 @@ _BUCKETS = (
     "one to three buckets of 5e8 elements may be on their way to the host: the four ranks reserve {} GiB for "
     "the same tensors"
 )
-_UNKNOWN = "measured once; cause unknown"
 _HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
-_SLOW_HOST = (
-    "likely the host: a call of torch took 6.3 us on it, and it is predicted to issue at least 63 % "
-    "of the step"
+_PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
+_ZERO3 = "the GPU waits for the host: ZeRO-3's constant was fitted to a slower host than that of most rows"
+_UNPACKED = (
+    "the GPU waits for the host: unpacking was timed on another host, and follows the call only in part"
 )
-_SLOW = "likely the host, see below"
-_REFITTED = "within 15 % with the earlier constant of ZeRO-3, before it was fitted again; cause unknown"
-_REFITTED_HOST = "12 % off with the earlier constant of ZeRO-3; measured five times, 0.57 to 0.89 s"
-_WAITS = "on two GPUs, profiled, the GPU waits for the host, see below"
-_BUSY = "cause unknown: on two GPUs, profiled, the GPU is busy, see below"
-_FLUSHES = "in the replay the allocator returns its cache twice a step; the time of that is not predicted"
-_ONCE = "measured once; cause not established: on one GPU the same layers are predicted within 11 %"
+_FEW_CALLS = "the GPU waits for the host, whose call of torch took 2.8 us in one minute and 5.1 us in another"
 _UPDATE = (
     "the optimizer's step on the host alone is predicted to take longer than the entire step did; cause "
     "unknown: FSDP2's, on the same host, is predicted within 2 %"
@@ -33,48 +27,23 @@ MISSED: dict[str, dict[str, str]] = {
         "llama-2-7b.4gpu.autotp2-zero1.full.s4096.b2x1.ck1": _RELEASE,
         "llama-2-7b.4gpu.autotp4-zero1.full.s4096.b4x1.ck1": _RELEASE,
         "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _BUCKETS.format("10.8 to 11.8"),
-        "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _UNKNOWN,
     },
     "step": {
-        "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _HOST,
-        "gpt2-xl.1gpu.single.full.s1024.b4x2.ck1": _HOST,
         "gemma-3-1b.1gpu.single.full.s512.b8x2.ck0": _HOST,
-        "pythia-410m.2gpu.zero0.full.s2048.b4x1.ck0": _HOST,
-        "gemma-3-1b.2gpu.zero2.full.s2048.b4x1.ck0": _HOST,
-        "llama-3.2-3b.2gpu.zero3.full.s4096.b1x2.ck1": _REFITTED_HOST,
-        "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4": _REFITTED,
-        "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _REFITTED,
-        "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": _HOST,
-        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8": _ONCE,
-        "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _FLUSHES,
-        "gemma-2-2b.4gpu.zero1.full.s2048.b1x1.ck1": _WAITS,
-        "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1": _WAITS,
-        "pythia-6.9b.4gpu.zero2.full.s2048.b1x1.ck1": _BUSY,
+        "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1": _HOST,
+        "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
+        "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0": _PACE,
+        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4": _PACE,
+        "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
+        "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _FEW_CALLS,
+        "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _ZERO3,
+        "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _ZERO3,
+        "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _ZERO3,
+        "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _ZERO3,
+        "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": _ZERO3,
+        "llama-2-7b.1gpu.single.lora16.s2048.b2x1.ck1.int8": _UNPACKED,
+        "llama-2-7b.1gpu.single.lora16.s2048.b2x1.ck1.nf4": _UNPACKED,
         "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
-        **dict.fromkeys(
-            (
-                "phi-3-mini.4gpu.fsdp2-noreshard.full.s2048.b2x1.ck2",
-                "1b_mamba.4gpu.zero3.full.s2048.b4x1.ck1",
-                "1b_mamba.4gpu.fsdp2.full.s2048.b4x1.ck0",
-                "llama-2-13b.4gpu.zero3.full.s2048.b1x1.ck1",
-                "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck4.cap24",
-                "3b_mamba.4gpu.fsdp2.full.s2048.b2x1.ck1",
-                "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4",
-                "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x1.ck1.nf4",
-                "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0",
-            ),
-            _SLOW,
-        ),
-        **dict.fromkeys(
-            (
-                "tinyllama-1.1b.2gpu.zero2.full.s2048.b4x1.ck0",
-                "tinyllama-1.1b.2gpu.zero3.full.s2048.b4x1.ck0",
-                "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x1.ck0",
-                "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0",
-                "tinyllama-1.1b.2gpu.autotp2-zero1.full.s2048.b4x8.ck0",
-            ),
-            _SLOW_HOST,
-        ),
     },
 }
 """Rows beyond their bound, and why. They count in every number, the means included. A test fails if a row is
@@ -82,6 +51,6 @@ missing here, or if a named row is within its bound."""
 
 MISSED_MEANS: dict[str, dict[str, str]] = {
     "reserved": {},
-    "step": {"held-out": "its rows on four GPUs, above", "families": "its rows on four GPUs, above"},
+    "step": {"families": "its rows on four GPUs, and quantised bases, whose GPU waits for the host"},
 }
 """Sets whose mean is beyond the bound, and why: expected failures of a test, which fails if one is met."""

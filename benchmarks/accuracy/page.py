@@ -28,15 +28,18 @@ from predict import (
     hash_alike,
     measured_rows,
     over_sockets,
+    paced,
     predict,
     repeats,
     summarize,
     summary_of,
+    two_nodes,
 )
 from rows import GIB, SETS, Row, load_rows
 from scatter import FAMILIES, pictures
 
 from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.parse import parse_hardware
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "accuracy.md"
@@ -130,11 +133,13 @@ def host(_: Sequence[Comparison]) -> str:
     found = repeats(HOST)
     lines = []
     for row in load_rows(HERE / "host.toml"):
-        seconds = predict(row, earlier=earlier_kernels(found[row.id][0])).time.step_seconds
-        measured = [one["step_seconds"] for one in found[row.id]]
-        differences = ", ".join(percent(seconds / one - 1, sign=True) for one in measured)
-        seconds_all = ", ".join(map(_step, found[row.id]))
-        lines.append([f"`{row.id}`", seconds_all, f"{seconds:.3f}", differences])
+        hosts = [paced(parse_hardware(f"{row.gpus}xH200"), one) for one in found[row.id]]
+        earlier = earlier_kernels(found[row.id][0])
+        seconds = [predict(row, earlier=earlier, hardware=host).time.step_seconds for host in hosts]
+        pairs = zip(seconds, found[row.id], strict=True)
+        differences = ", ".join(percent(ours / one["step_seconds"] - 1, sign=True) for ours, one in pairs)
+        predicted = ", ".join(dict.fromkeys(f"{one:.3f}" for one in seconds))
+        lines.append([f"`{row.id}`", ", ".join(map(_step, found[row.id])), predicted, differences])
     return table(["row", "step, s", "predicted", "difference"], lines)
 
 
@@ -152,6 +157,11 @@ def h100(_: Sequence[Comparison]) -> str:
 def slow(_: Sequence[Comparison]) -> str:
     """Rows on two H200 over sockets."""
     return _elsewhere("slow", over_sockets)
+
+
+def nodes(_: Sequence[Comparison]) -> str:
+    """Rows on two nodes of two H200."""
+    return _elsewhere("two_nodes", two_nodes)
 
 
 def _elsewhere(name: str, hardware: Callable[[Row], Hardware] | None = None) -> str:
@@ -365,6 +375,7 @@ BLOCKS = {
     "waits": waits,
     "h100": h100,
     "slow": slow,
+    "nodes": nodes,
     "again": again,
     "apart": apart,
     "peers": peers,

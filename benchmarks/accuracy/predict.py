@@ -24,7 +24,7 @@ from typing import Any
 from earlier import earlier_kernels, kernels_of, mixed, with_timer
 from rows import SETS, Row, load_rows
 
-from shardwise.hardware.calibration import Calibration
+from shardwise.hardware.calibration import Calibration, host_pace
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.objective import objective_of
@@ -161,10 +161,25 @@ def over_sockets(row: Row) -> Hardware:
     return replace(hardware, intra=replace(hardware.intra, **asdict(between), measured=True))
 
 
+def two_nodes(row: Row) -> Hardware:
+    """Two nodes of H200 that NCCL joins over TCP, at the rate that link.py measured while all GPUs sent."""
+    found = json.loads((HERE / "results" / "two-nodes.json").read_text(encoding="utf-8"))
+    hardware = parse_hardware(f"{row.nodes}x{row.gpus // row.nodes}xH200+eth25")
+    assert hardware.inter is not None
+    return replace(hardware, inter=replace(hardware.inter, **found["both pairs"]["rate"], measured=True))
+
+
+def paced(hardware: Hardware, measured: Mapping[str, Any]) -> Hardware:
+    """`hardware` with the pace of the host that a row was measured on, if a call was timed there."""
+    call = measured.get("host_call_seconds")
+    return hardware if call is None else replace(hardware, host_pace=host_pace(call))
+
+
 def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None = None) -> dict[str, Any]:
     """A row's `predicted` and `measured` values and their `differences`, by QUANTITIES.
 
-    `hardware`: what it is predicted on; if not given, the kind of GPU that it was measured on.
+    `hardware`: what it is predicted on; if not given, the kind of GPU that it was measured on. In both cases
+    with the pace of that machine's host, as `doctor --calibrate` finds it; `uncalibrated` is without it.
 
     Values are bytes, seconds and joules; a difference is None if nothing was measured. `fits` is predicted,
     `oom` is whether the row ran out of memory. `fragmentation` is reserved minus allocated memory at the
@@ -174,7 +189,10 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
     """
     gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
     hardware = hardware or parse_hardware(f"{row.gpus}x{gpu}")
-    prediction = predict(row, earlier=earlier_kernels(measured), hardware=hardware, in_part=mixed(measured))
+    prediction, usual = (
+        predict(row, earlier=earlier_kernels(measured), hardware=one, in_part=mixed(measured))
+        for one in (paced(hardware, measured), hardware)
+    )
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,
@@ -193,11 +211,19 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
         "gpus": row.gpus,
         "fits": memory.fits,
         "oom": bool(measured["oom"]),
-        "host_share": prediction.time.launch_seconds / prediction.time.step_seconds,
+        "host_share": _host_share(prediction),
         "predicted": predicted,
         "measured": found,
         "differences": differences,
+        "uncalibrated": {
+            "host_share": _host_share(usual),
+            "step": _difference("step", {"step": usual.time.step_seconds}, found),
+        },
     }
+
+
+def _host_share(prediction: Prediction) -> float:
+    return prediction.time.launch_seconds / prediction.time.step_seconds
 
 
 def family(row: Row) -> str:

@@ -27,6 +27,9 @@ class Row:
     layers: int = 0
     """Transformer blocks instead of the shape's; 0: as published."""
     gpus: int = 1
+    """Of all nodes."""
+    nodes: int = 1
+    """Launchers that meet at a rendezvous. All are on this machine; NCCL takes each for another host."""
     strategy: str | dict[str, Any] = "single"
     """As in a job; a name of the file's `strategies` has been replaced by its parts."""
     strategy_name: str = ""
@@ -53,7 +56,7 @@ class Row:
     def id(self) -> str:
         parts = [
             f"{self.model}{f'-{self.layers}l' if self.layers else ''}",
-            f"{self.gpus}gpu",
+            f"{f'{self.nodes}x' if self.nodes > 1 else ''}{self.gpus // self.nodes}gpu",
             self.strategy_name,
             "-".join([f"lora{self.lora}", *self.variants.split("+")]).rstrip("-") if self.lora else "full",
             f"s{self.sequence_length}",

@@ -26,6 +26,9 @@ OTHER_TORCH = OTHER + "known = startup.versions()\nstartup.versions = lambda: {*
 NO_DEEPSPEED = (
     OTHER + "known = startup.versions()\nknown.pop('deepspeed', None)\nstartup.versions = lambda: known"
 )
+FROM_SOURCE = (
+    OTHER + "known = startup.versions()\nknown.pop('shardwise', None)\nstartup.versions = lambda: known"
+)
 LATE = "import time, types, shardwise.launch.control as control\n"
 LATE += "control.time = types.SimpleNamespace(**{**vars(time), 'time': lambda: time.time() - 90})"
 
@@ -50,6 +53,13 @@ WRONG = {
     "another version of torch": Wrong(4, f"{B} has torch 2.12.0, {A} 2.", prelude=OTHER_TORCH),
     "no deepspeed": Wrong(4, f"{B} has deepspeed not at all, {A} 0.", prelude=NO_DEEPSPEED),
     "other code": Wrong(4, f"{B} has other code of the same version of shardwise than {A}", change="code"),
+    "other code that is not installed": Wrong(
+        4,
+        f"{B} has other code of the same version of shardwise than {A}",
+        prelude=FROM_SOURCE,
+        first={"prelude": FROM_SOURCE},
+        change="code",
+    ),
     "another job": Wrong(2, f"train.seed is 7 on {B}, 42 on {A}", ["--set", "train.seed=7"]),
     "another command": Wrong(2, f"--max-steps is 3 on {B}, None on {A}", ["--max-steps", "3"]),
     "other data": Wrong(2, f"data.jsonl is another file on {B} than on {A}", change="data"),

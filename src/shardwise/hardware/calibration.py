@@ -1,7 +1,8 @@
 """What `shardwise doctor --calibrate` measured on a machine, kept in the cache folder for the planner.
 
 There is a file for each kind and number of GPUs and each driver. In what hardware/detect.py finds, measured
-links replace those of the catalog; other measurements do not.
+links replace those of the catalog, and the measured call of torch sets the pace of the host; other
+measurements change nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from shardwise.folders import cache_root, replace_json
 from shardwise.hardware.hardware import Hardware
 
 SCHEMA = 1
+HOST_CALL_SECONDS, HOST_EXPONENT = 2.7e-6, 0.7
+"""A call of torch on the hosts that the table of times was fitted on, and how the rest of a host's work
+follows it: fitted to measurements of the accuracy ledger on H200, tried on those on H100 (decision 0094)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +106,17 @@ def of_hardware(hardware: Hardware) -> Calibration | None:
     return found if found is not None and found.link in (None, hardware.intra.name) else None
 
 
+def host_pace(call_seconds: float) -> float:
+    """`Hardware.host_pace` of a host on which a call of torch takes `call_seconds`."""
+    return float((call_seconds / HOST_CALL_SECONDS) ** HOST_EXPONENT)
+
+
 def calibrated(hardware: Hardware) -> Hardware:
-    """The same machine with the links that were measured on it, if they were."""
+    """The same machine with the links and the host's pace that were measured on it, if they were."""
     found = of_hardware(hardware)
     if found is None:
         return hardware
+    hardware = replace(hardware, host_pace=host_pace(found.host_call_seconds))
     source = f"shardwise doctor --calibrate on this machine, {found.date}"
     for name, rate in (("intra", found.between), ("host_link", found.host)):
         if rate is not None:

@@ -37,6 +37,8 @@ class Hardware:
     host_memory_bytes: int | None = None  # of one node; None where it is not known
     cpu_cores: int | None = None  # of one node that a process may use; None where it is not known
     straggler_fraction: float | None = None  # stated; see `spread`
+    host_pace: float = 1.0
+    """How long Python and torch take for a call, as a multiple of what they take on the ledger's hosts."""
 
     def __str__(self) -> str:
         return f"{self.nodes} x {self.gpus_per_node} x {self.gpu.name}".removeprefix("1 x ")

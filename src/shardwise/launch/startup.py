@@ -204,7 +204,7 @@ def _other_software(first: Facts, other: Facts, *, zero: str, name: str) -> Erro
         if here != there:
             what = f"{name} has {package} {there}, {zero} {here}"
             yield MachineError(what, fix=fix)
-    same = first["versions"]["shardwise"] == other["versions"]["shardwise"]
+    same = first["versions"].get("shardwise") == other["versions"].get("shardwise")
     if same and first["code"] != other["code"]:
         what = f"{name} has other code of the same version of shardwise than {zero}"
         yield MachineError(what, fix=fix)

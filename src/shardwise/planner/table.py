@@ -149,6 +149,7 @@ def heading(plan: Plan) -> Iterator[Text]:
         f"{rates}, {gib(plan.capacity_bytes)} to use of each",
         *(f" · {link.name}{' (measured)' if link.measured else ''}" for link in links if link is not None),
         " · copies from the host (measured)" if hardware.host_link.measured else "",
+        f" · calls on the host x {hardware.host_pace:.2g} (measured)" if hardware.host_pace != 1.0 else "",
         "" if hardware.host_memory_bytes is None else f" · {gib(hardware.host_memory_bytes)} in each host",
         f" · GPUs' times differ by {hardware.spread:.1%}" if hardware.spread else "",
     )

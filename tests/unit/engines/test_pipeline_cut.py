@@ -26,7 +26,7 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("changes", "bound"),
-    [({}, 1.01), ({"vocab_size": 128256}, 1.01), (SMALL, 1.15)],
+    [({}, 1.01), ({"vocab_size": 128256}, 1.05), (SMALL, 1.15)],
     ids=["7b", "128k", "1b"],
 )
 def test_the_slowest_stage_is_close_to_the_best_cut(changes: dict[str, Any], bound: float) -> None:

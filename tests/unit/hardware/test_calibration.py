@@ -79,8 +79,15 @@ def test_the_machine_gets_the_links_that_were_measured(machine: Callable[..., Ha
     )  # fmt: skip
     assert after.host_link.bytes_per_second == 44e9
     assert "2026-08-31" in after.intra.source
-    catalog = replace(after, intra=before.intra, host_link=before.host_link)
+    catalog = replace(after, intra=before.intra, host_link=before.host_link, host_pace=1.0)
     assert catalog == before
+
+
+def test_a_slower_call_of_torch_slows_the_host(machine: Callable[..., Hardware | None]) -> None:
+    save(replace(FOUND, host_call_seconds=5.4e-6))
+    found = machine()
+    assert found is not None
+    assert found.host_pace == pytest.approx(2.0**0.7)
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,12 @@ def faster(option, factor: float, **parts):
 @pytest.mark.parametrize(
     ("parts", "lead", "wins"),
     [
-        # measured where they wait for the host: zero3 offload 13.5 %, zero2 13.5 %
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.13, False),
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.14, True),
+        # measured where they wait for the host: zero3 offload 13.6 %, zero2 16.0 %
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.15, False),
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.17, True),
         ({"stage": 2, "offload_optimizer": "cpu"}, 1.11, False),  # its own rows: 2.6 %
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.12, False),  # no row
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.15, True),
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.15, False),  # no row
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.17, True),
     ],
 )
 def test_the_error_is_that_of_the_rows_most_like_it(toy, parts: dict, lead: float, wins: bool) -> None:

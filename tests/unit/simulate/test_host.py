@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from shardwise.simulate.step_trace import Op
+from shardwise.engines import descriptor
+from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate.step_trace import Op, StepTrace
 from shardwise.simulate.time.roofline import Host
+from shardwise.simulate.time.step import predict_time
+from shardwise.strategy import Strategy
 
 
 def _op(name: str) -> Op:
@@ -26,3 +34,24 @@ def test_unpacked_weights_cost_what_was_measured_of_llama_2_7b() -> None:
         op = _op(f"dequantize_{name}")
         assert host.forward(op) == host.backward(op)
         assert 672 * host.forward(op) == pytest.approx(seconds - 0.228, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"engine": "single"}, {"engine": "deepspeed", "stage": 2}, {"engine": "fsdp2"}, {"engine": "ddp"}],
+)
+def test_a_slower_host_slows_a_step_that_waits_for_it_and_no_other(
+    layers: Callable[..., StepTrace], parts: dict[str, Any]
+) -> None:
+    gpus = 1 if parts["engine"] == "single" else 2
+    strategy = Strategy(data_parallel=gpus, **parts)
+
+    def seconds(trace: StepTrace, pace: float) -> float:
+        hardware = replace(parse_hardware(f"{gpus}xH200"), host_pace=pace)
+        return predict_time(
+            trace, strategy, hardware, descriptor(strategy).play(trace, strategy, hardware)
+        ).step_seconds
+
+    small, large = layers(blocks=64, width=64, tokens=64), layers(blocks=2, width=16384, tokens=16384)
+    assert seconds(small, 1.5) == pytest.approx(1.5 * seconds(small, 1.0), rel=0.03)
+    assert seconds(large, 1.5) == pytest.approx(seconds(large, 1.0), rel=0.02)

@@ -57,7 +57,7 @@ def play_pipeline(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> P
     update = max(sum(one.update for one in own) for own in by_rank)
     gather = max(sum(one.gather for one in own) for own in by_rank)
     free, seconds = passes([0.0] * len(messages)), passes(messages)
-    host = Host().seconds("step")
+    host = Host(hardware.host_pace).seconds("step")
     busy = sum(count * (one.forward + one.backward) + one.update for one in costs) / ranks
     sums = sum(count * one.sums for one in costs) / ranks
     sent = sum(2 * count * message for message in messages[: len(costs) - 1]) / ranks
@@ -118,10 +118,11 @@ def _play(strategy: Strategy, count: int, costs: Sequence[Costs], messages: Sequ
 def _costs(stage: Stage, strategy: Strategy, hardware: Hardware) -> Costs:
     trace, count = stage.trace, strategy.accumulation
     item = FP32 if trace.precision == "fp32" else 2
-    roofline, draw, host = Roofline(hardware.gpu, trace.precision), Draw(hardware.gpu), Host()
+    roofline, draw = Roofline(hardware.gpu, trace.precision), Draw(hardware.gpu)
+    host = Host(hardware.host_pace)
     peers = communication.group(hardware, strategy.tensor_parallel)
     seconds, issued, sums, joules = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 0.0
-    for segment in segments(trace, hardware.gpu):
+    for segment in segments(trace, hardware.gpu, hardware.host_pace):
         half = int(segment.backward)
         seconds[half] += segment.seconds
         sums[half] += sum(communication.all_reduce(size, peers) for size in segment.sums)
@@ -140,9 +141,11 @@ def _costs(stage: Stage, strategy: Strategy, hardware: Hardware) -> Costs:
     moved = (NORM_BYTES + ADAMW_BYTES) * own
     moved += converted(FP32, item) * own if item < FP32 or rows.size > 1 else 0.0
     moved += (copied(FP32) + copied(item)) * elements if rows.size > 1 else 0.0
+    # The process issues a pass while the GPU runs the one before: only both together wait for it.
+    waits = max(1.0, sum(issued) / (sum(seconds) + sum(sums)))
     return Costs(
-        forward=max(seconds[0] + sums[0], issued[0]),
-        backward=max(seconds[1] + sums[1], issued[1]),
+        forward=waits * (seconds[0] + sums[0]),
+        backward=waits * (seconds[1] + sums[1]),
         host=sum(issued),
         kernels=sum(seconds),
         sums=sum(sums),

@@ -164,12 +164,11 @@ def bandwidth_key(op: Op) -> str:
 class Host:
     """Seconds in which the host issues a call (`[host]` of `efficiency.toml`): Python and torch's dispatcher.
 
-    They bind a small model. They depend on the processor far less than on the number of calls, so all
-    processors are alike here.
+    They bind a small model. `pace`: how long a call takes on this host, as a multiple of those of the table.
     """
 
-    def __init__(self) -> None:
-        self._rules: dict[str, float] = table()["host"]
+    def __init__(self, pace: float = 1.0) -> None:
+        self._rules: dict[str, float] = {name: seconds * pace for name, seconds in table()["host"].items()}
 
     def forward(self, op: Op) -> float:
         """An operator called from Python, through modules and the dispatcher, recorded by autograd."""

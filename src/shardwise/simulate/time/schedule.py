@@ -63,7 +63,7 @@ class Schedule:
         self.trace = without(trace, apart) if apart else trace  # As the engine sees it
         self.strategy = strategy
         self.streams = Streams(hardware, trace.precision)
-        self.host = Host()
+        self.host = Host(hardware.host_pace)
         self.item: int = 2 if trace.precision in ("bf16", "fp16") else FP32
         self.mixed = self.item < FP32
         self.group = communication.group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
@@ -71,7 +71,7 @@ class Schedule:
         self.ranks = strategy.data_parallel
         self.neighbours = min(hardware.gpus_per_node, strategy.world_size)
         assert trace.tensor_parallel == strategy.tensor_parallel, "a trace is that of one degree"
-        cut = segments(trace, hardware.gpu)
+        cut = segments(trace, hardware.gpu, hardware.host_pace)
         self.segments = [without_gradients(segment, trace, of=apart) for segment in cut]
         self.apart = [float(trace.parameters[index].numel) for index in trace.trainable if index in apart]
         """Elements of the trained parameters that are kept in fp32, apart from the engine."""

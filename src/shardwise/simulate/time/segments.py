@@ -31,9 +31,9 @@ READ_BACK = frozenset({"all", "any", "_local_scalar_dense", "nonzero"})
 """Operators whose result Python reads: transformers looks for packed samples in the position ids."""
 
 
-def segments(trace: StepTrace, gpu: Gpu) -> tuple[Segment, ...]:
-    """The trace's segments in order, on this GPU; made once for each trace and GPU."""
-    return trace.derived(("segments", gpu.name), lambda: tuple(_cut(trace, gpu)))
+def segments(trace: StepTrace, gpu: Gpu, host_pace: float) -> tuple[Segment, ...]:
+    """The trace's segments in order, on this GPU and host; made once for each trace and both."""
+    return trace.derived(("segments", gpu.name, host_pace), lambda: tuple(_cut(trace, gpu, host_pace)))
 
 
 def clocked_seconds(trace: StepTrace, gpu: Gpu) -> float:
@@ -64,9 +64,9 @@ def _roofline(trace: StepTrace, gpu: Gpu) -> Roofline:
     return Roofline(gpu, trace.precision, rows=trace.tokens, sizes=sizes)
 
 
-def _cut(trace: StepTrace, gpu: Gpu) -> Iterator[Segment]:
+def _cut(trace: StepTrace, gpu: Gpu, host_pace: float) -> Iterator[Segment]:
     roofline = _roofline(trace, gpu)
-    draw, host = Draw(gpu), Host()
+    draw, host = Draw(gpu), Host(host_pace)
     summed = {index: op.read_bytes for index, op in enumerate(trace.ops) if op.kind == "collective"}
     seconds = [0.0 if index in summed else roofline.seconds(op) for index, op in enumerate(trace.ops)]
     joules = [0.0 if index in summed else draw.joules(op) for index, op in enumerate(trace.ops)]
