@@ -20,7 +20,6 @@ from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Values
 
-_COMMENTED = re.compile(r"(?m)^\s*#.*get_peft_model\(")
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
@@ -85,7 +84,9 @@ class Settings:
         functions = {one[0] for one in scopes if not any(isinstance(part, ast.ClassDef) for part in one)}
         if after & {*trains} or len(functions) > 1:
             self.trainings = [one.lineno for one in trains]
-        after |= {*_never_read(nodes)} if calls and _COMMENTED.search(text) else set()
+        idle = {*self._never_read(nodes)} if calls and LEARNS.search(text) else set[ast.Call]()
+        self._put({(f"idle {_last(one)}",): (one.lineno, True) for one in idle})
+        after |= idle
         for node in nodes:
             if node not in after:  # what follows the training decides nothing of it
                 self._take(node)
@@ -148,6 +149,16 @@ class Settings:
         either = [made.body, made.orelse] if isinstance(made, ast.IfExp) else [made]
         names_ = [name_of(one).rpartition(".")[2] for one in either]
         return next((one for one in names_ if one in self.calls), last)
+
+    def _never_read(self, nodes: Sequence[ast.AST]) -> Iterator[ast.Call]:
+        """Objects of settings that nothing gets: `model = get_peft_model(model, config)` is a comment."""
+        read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        read |= {*re.findall(r"\w+", " ".join(map(ast.unparse, self._inputs.others.values())))}
+        for node in nodes:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
+                    if _last(made) in names("settings_objects"):
+                        yield made
 
     def _of_a_library(self, call: ast.Call) -> bool:
         """Whether a class of the script's own is not called; a subclass of a trainer is one."""
@@ -360,16 +371,6 @@ def open_value(key: Key) -> Any:
     """What a key of DeepSpeed has where only a run knows it."""
     section = deepspeed_schema().sections.get(key)
     return {"enabled": AUTO} if section and "enabled" in section.keys else AUTO
-
-
-def _never_read(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """LoraConfigs that nothing gets: `model = get_peft_model(model, config)` is a comment."""
-    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
-                if _last(made) == "LoraConfig":
-                    yield made
 
 
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:

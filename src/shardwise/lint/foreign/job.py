@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.job import contradictions, json_schema, paths, source, validate
@@ -18,7 +19,7 @@ from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.losses import answers_in_text
 from shardwise.lint.foreign.reads import unread
-from shardwise.lint.foreign.statements import statements, unsaid
+from shardwise.lint.foreign.statements import Statement, statements, unsaid
 from shardwise.lint.foreign.suspects import suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
 from shardwise.lint.schema import names
@@ -58,22 +59,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     said += answers_in_text(documents)
     scripts = [one for one in documents if one.syntax == "python"]
     stated = resolve.with_held_out(resolve.of_this_tool(stated, scripts), swift=swift)
-    saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
-    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
-    by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
-    by_factory = any({*names("of_llama_factory")} & one.values.keys() for one in documents)
-    if (by_trainer or by_factory) and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
-        evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
-    splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
-    if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
-        evaluates = "no"
-    if evaluates in _NO_STEPS[1:]:
-        stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
-        asks = any("write data.eval_fraction" in one for one in said)
-        held_out = [one for one in stated if asks or one.key == "data.eval_fraction"]
-        stated += [one._replace(key="train.eval_every", value="0", word=False) for one in held_out[:1]]
-    if saves in _NO_STEPS:  # whatever `save_steps` is by default
-        stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    stated, saves, evaluates = _with_times(stated, documents, setup, said)
     if setup.launched == 1:  # which has nothing to share
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
     first, last = ": distributed_type", "DataLoader.batch_size"  # which DeepSpeed's file says, and does not
@@ -125,6 +111,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     in_part = any(key.startswith("batch.") for key in open_.keys() - numbers)
     rows = resolve.batch(batch, unsaid=in_part, said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
+    in_order = [] if resolve.without_precision(setup) else in_order
     precision = [change for one in in_order[-1:] for change in one.changes[1:2]]
     job = source.Document(name="the files")
     name = f"name={json.dumps(run_name(files[0]))}"
@@ -132,6 +119,35 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     _complete(job, said, open_.keys())
     said[:] = sorted((one.replace(STEPS, _steps(job)) for one in _names_together(said)), key=_weight)
     return _text(job, files, folder, said), said
+
+
+def _with_times(
+    stated: list[Statement], documents: Sequence[Document], setup: Setup, said: list[str]
+) -> tuple[list[Statement], Any, Any]:
+    """The statements that hold for when the run saves and evaluates, and these two strategies."""
+    saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
+    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
+    by_trainer = any(of_script(one) == "trainer" for one in documents)
+    stated = resolve.with_seed(stated, setup.scripts, said) if by_trainer else stated
+    by_trainer = shown and by_trainer
+    swift = any(one.has("swift") for one in documents)
+    by_factory = not swift and any({*names("of_llama_factory")} & one.values.keys() for one in documents)
+    if swift and evaluates is None:
+        evaluates = saves  # its eval_strategy follows
+        stated += resolve.swift_evaluation(stated, saves, said)
+    if (by_trainer or by_factory) and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
+        evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
+    splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
+    if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
+        evaluates = "no"
+    if evaluates in _NO_STEPS[1:]:
+        stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
+        asks = any("write data.eval_fraction" in one for one in said)
+        held_out = [one for one in stated if asks or one.key == "data.eval_fraction"]
+        stated += [one._replace(key="train.eval_every", value="0", word=False) for one in held_out[:1]]
+    if saves in _NO_STEPS:  # whatever `save_steps` is by default
+        stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    return stated, saves, evaluates
 
 
 def _without_adapters(documents: Sequence[Document]) -> str:
