@@ -28,6 +28,7 @@ _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attentio
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
 _WORDS = toml_file("foreign.toml")["row_words"]
+_TOKENS, _CUT = re.compile(_WORDS["tokens"]), re.compile(_WORDS["cut"])
 _TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES = (
     re.compile(_WORDS[name]) for name in (
         "template", "prompt", "no_text", "prints", "ignored", "part", "model", "loaded", "moved", "built",
@@ -92,9 +93,14 @@ class Rows:
         return {("tokenised field",): (line, field) for field, line in fields.items()}  # noqa: B035 - one
 
     def cut(self, marks: Collection[str]) -> Said:
-        """The length of the pieces of tokens, where no setting is one: `ids[i : i + length]`."""
-        if "packed()" not in marks or any(map(_LENGTH.search, marks)):
+        """The length of the pieces of tokens, where no setting is one: `ids[i : i + length]`.
+
+        Of what is not packed, the tokens that are left of a row: `ids[:length]`.
+        """
+        if any(map(_LENGTH.search, marks)):
             return {}
+        if "packed()" not in marks:
+            return self._first_tokens()
         found = dict[Any, int]()
         for one in self._nodes:
             match one:
@@ -103,6 +109,16 @@ class Rows:
                         found[self._known.value(size)] = size.lineno
         rows = [(line, length) for length, line in found.items()]
         return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
+
+    def _first_tokens(self) -> Said:
+        """How many tokens a row keeps; not known where slices differ."""
+        found = dict[Any, int]()
+        for one in (one for one in self._nodes if isinstance(one, ast.Subscript)):
+            end = one.slice.upper if isinstance(one.slice, ast.Slice) and not one.slice.lower else None
+            if end is not None and _TOKENS.search(ast.unparse(one.value)) and _CUT.search(ast.unparse(end)):
+                found |= {self._known.value(end): end.lineno} if self._known.runs(one) else {}
+        rows = [(line, length if type(length) is int else UNKNOWN) for length, line in found.items()]
+        return {("[:n]",): rows[0] if len(rows) == 1 else (rows[0][0], UNKNOWN)} if rows else {}
 
     def prompts(self, after: Collection[ast.AST]) -> Said:
         """Text around the fields of rows, where no call shows which function makes it."""

@@ -51,7 +51,7 @@ CASES |= {
             "train.py": "from transformers import AutoTokenizer\nfrom own import Net\ntok = AutoTokenizer.from_pretrained('./tokenizer')\nmodel = Net(dim=64)\nfor step in range(9):\n    model(step).backward()\n"
         },
         {"model.source": "fill-in-the-model"},
-        ("model.source: no file says it",),
+        ("model.source: not found in the files",),
         (),
     ),
     "all modules, and a system prompt, of a command": (

@@ -282,7 +282,7 @@ def _without_flags(
     kept |= {one for one in unused if TABLE["keys"][one] == "name"}
     plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
     kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
-    kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
+    kept |= {one for one in unused if targets(one, below=False) in _DATA and _names_rows(command.get(one))}
     gone = inputs.taken - kept - TABLE["no_adapters"].keys()  # which decide whether adapters' ranks hold
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
@@ -300,6 +300,11 @@ def _without_flags(
         if re.search(rf"(join\(|/)[^\n]*\b({own})\b[^\n]*\b{flag}\b", script.text):  # from its own folder
             values[flag] = str(Path(script.name).parent / str(values[flag]))
     return replace(command, values=values, marks=marks)
+
+
+def _names_rows(value: Any) -> bool:
+    """Whether a value is a file or a data set of a hub, and no word among which a script chooses."""
+    return is_local(str(value)) or re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) is not None
 
 
 def is_open(document: Document, place: tuple[str, ...]) -> bool:

@@ -20,7 +20,7 @@ from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.losses import answers_in_text
 from shardwise.lint.foreign.reads import unread
 from shardwise.lint.foreign.statements import Statement, statements, unsaid
-from shardwise.lint.foreign.suspects import suspects
+from shardwise.lint.foreign.suspects import not_followed, suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup, of_script
@@ -33,6 +33,7 @@ _TEST_ROWS = re.compile(r"""["']test["']|\.values\(\)|\.test\b""")  # of train_t
 _SHARED = ("fsdp2", "ddp")  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
+_ASKS = r"(write |name (it|that) in |in )(.*, )?"  # before a key that a sentence asks for
 _MOST_NAMES = 60  # in a sentence
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
@@ -116,7 +117,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     job = source.Document(name="the files")
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
-    _complete(job, said, open_.keys())
+    _complete(job, said, open_.keys(), documents)
     said[:] = sorted((one.replace(STEPS, _steps(job)) for one in _names_together(said)), key=_weight)
     return _text(job, files, folder, said), said
 
@@ -173,7 +174,7 @@ def shown(said: Sequence[str], out: Path) -> list[str]:
 
 def _weight(sentence: str) -> int:
     """The order in which a user reads: what is to do first, what is left out last."""
-    kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
+    kinds = ("to do", "conflict", "changed", "assumed", "not read", "left out")
     return next(place for place, kind in enumerate(kinds) if sentence.startswith(kind))
 
 
@@ -212,9 +213,11 @@ def _to_do(open_: dict[str, str]) -> list[str]:
     return made
 
 
-def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> None:
+def _complete(
+    job: source.Document, said: list[str], open_: Collection[str], documents: Sequence[Document]
+) -> None:
     """Fill in what a job must have, leave out what it may not, and say which values are shardwise's own."""
-    _fill_in(job, said, open_)
+    _fill_in(job, said, open_, documents)
     made, wrong = validate.check(job)
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:
@@ -230,7 +233,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
             named = why if why.startswith(source.dotted(key)) else f"{source.dotted(key)}: {why}"
             said.append(f"{'to do' if key in wrong else 'left out'}: {named}")
         job.forget(key)
-    _fill_in(job, said, open_)  # what a contradiction has taken
+    _fill_in(job, said, open_, documents)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
     data, unused = job.values["data"], {"name", "output"}  # which are words of sentences, too
@@ -246,7 +249,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     texts = {key: value if " " in value else f"{key} {value}" for key, value in own.items()}
     unset = [texts[key] for key in TABLE["shown"] if key in texts and key not in asked]
     if unset:
-        said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+        said.append(f"not read from the files, so shardwise's own: {', '.join(unset)}")
 
 
 def _until_written(said: list[str], own: dict[str, str]) -> set[str]:
@@ -270,15 +273,18 @@ def _steps(job: source.Document) -> str:
     return f"{STEPS} ({train.get('steps', share)})"
 
 
-def _fill_in(job: source.Document, said: list[str], open_: Collection[str]) -> None:
+def _fill_in(
+    job: source.Document, said: list[str], open_: Collection[str], documents: Sequence[Document]
+) -> None:
     """Write a placeholder for what a job must have."""
     for name, text in paths.FILL_IN.items():
         section, last = name.split(".")
         if last not in job.values.get(section, {}):
             source.apply(job, [f"{name}={text}"])
-            asked = any(one.startswith("to do") and one.endswith(f"write {name}") for one in said)
+            asked = any(one.startswith("to do") and re.search(_ASKS + re.escape(name), one) for one in said)
             if name not in open_ and not asked:
-                said.append(f"to do: {name}: no file says it; write it in place of {text}")
+                seen = not_followed(name, documents)
+                said.append(f"to do: {name}: not found in the files{seen}; write it in place of {text}")
 
 
 def _text(job: source.Document, files: Sequence[Path], folder: Path, said: Sequence[str]) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.foreign.suspects import decides
+from shardwise.lint.foreign.suspects import CALLBACKS, decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
 from shardwise.lint.script_settings import LEARNS
-from shardwise.lint.script_text import read_python
+from shardwise.lint.script_text import read_python, without_classes
 from shardwise.lint.shell_text import OPEN
 
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
@@ -38,7 +38,9 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
 
 
 def called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest trains, or another does."""
+    """The script without callbacks, and the functions that no file calls if the rest, or another, trains."""
+    if (text := without_classes(script.text, CALLBACKS)) != script.text:
+        script = replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
     body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
     plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
     idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
