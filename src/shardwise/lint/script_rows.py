@@ -22,6 +22,7 @@ _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_FILES = ("from_json", "from_csv", "from_parquet", "from_text")
 _ROWS = re.compile(r"(?i)(self\.)?(\w*_)?(data|data_?set|rows|examples|samples|records|ds)(_?(list|rows))?")
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
@@ -109,6 +110,24 @@ class Rows:
                         found[self._known.value(size)] = size.lineno
         rows = [(line, length) for length, line in found.items()]
         return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
+
+    def of_file(self, call: ast.Call, last: str) -> Said:
+        """Of `Dataset.from_json(path)` the file, which is held out where its name says so."""
+        given = [one.value for one in call.keywords if one.arg == "path_or_paths"] + call.args[:1]
+        if last not in _FILES or not given or not ast.unparse(call.func).endswith(f"Dataset.{last}"):
+            return {}
+        text = f"{ast.unparse(given[0])} {self._known.value(given[0])}"
+        held_out = _HELD_OUT.search(text) and "train" not in text.lower()
+        return self._known.entries(given[0], ("eval_dataset" if held_out else last,))
+
+    def drawn(self) -> Said:
+        """How many rows a batch has that is drawn by chance: `torch.randint(len(data) - length, (rows,))`."""
+        for one in (one for one in self._nodes if isinstance(one, ast.Call) and self._known.runs(one)):
+            match one:
+                case ast.Call(func=ast.Attribute(attr="randint"), args=[end, ast.Tuple(elts=[rows])]):
+                    if "len(" in ast.unparse(end) and self.learn:
+                        return self._known.entries(rows, ("randint(rows)",))
+        return {}
 
     def _first_tokens(self) -> Said:
         """How many tokens a row keeps; not known where slices differ."""
@@ -251,7 +270,12 @@ class Rows:
         """Whether a call makes a model of a library's class, or of one of the script's own."""
         own = self._known.meant(call.func)
         bases = " ".join(map(ast.unparse, own.bases)) if isinstance(own, ast.ClassDef) else ""
-        net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(own)
+        made = [one for one in getattr(own, "body", []) if getattr(one, "name", "") == "__init__"] or [own]
+        net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(made[0])
+        if name_of(call.func) == "instantiate" and call.args:  # Hydra's
+            place = ast.Attribute(call.args[0], "_target_", ast.Load())
+            target = str(self._known.value(ast.copy_location(place, call)))
+            return bool(re.fullmatch(r"[\w.]+\.[A-Z]\w*", target))
         shape = len(_SHAPE & {one.arg for one in call.keywords}) > 1  # of a class that no script shows
         return bool(net or shape or _BUILT.search(name_of(call.func)))
 

@@ -21,6 +21,7 @@ _SIGNS += " Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge Is:eq IsNot:ne"
 _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
+_SUMS[ast.Div] = lambda one, by: f"{one}/{by}" if isinstance(one, str) else one / by  # also of paths
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _PLAIN = (int, round, float, str, bool, max, min, len, list)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _PLAIN}

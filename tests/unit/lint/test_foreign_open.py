@@ -550,7 +550,7 @@ CASES: dict[str, Case] = {
             + "Trainer(m, TrainingArguments('o', per_device_train_batch_size=4))\n"
         },
         {"train.global_batch": 4},
-        ("assumed, as one process with device_map auto does: gpus=1",),
+        ("assumed, as one process with device_map does: gpus=1",),
         ("no file says how many",),
     ),
     "a sentence names its key once": (

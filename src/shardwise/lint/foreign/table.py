@@ -184,6 +184,11 @@ def leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         yield above, values
 
 
+def names_rows(value: Any) -> bool:
+    """Whether a value is a file or a data set of a hub, and no word among which a script chooses."""
+    return paths.is_local(str(value)) or re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) is not None
+
+
 def run_name(path: Path) -> str:
     """A job's name from a file's or folder's."""
     name = path.stem if re.fullmatch(r"\.[A-Za-z]+", path.suffix) else path.name  # not of `Llama-3.2-11B`
