@@ -113,7 +113,17 @@ class Bound:
         several = self._defaults and len(found) > 1
         known = found if len(found) <= MOST_BOUND else []
         known = [one for one in known if not several or one is None or self.flow.runs(one)]
-        return self._counted(node, known) if several else known
+        return self._counted(node, self._latest(node, known)) if several else known
+
+    def _latest(self, node: ast.Name, known: list[Any]) -> list[Any]:
+        """What the last line before a use assigns, of lines that run one after the other: `x = x["part"]`."""
+        lines: list[Any] = [self.flow.statement(one) for one in known if isinstance(one, ast.expr)]
+        plain = len(lines) == len(known) and all(isinstance(one, _ASSIGNS) for one in lines)
+        blocks = {self.flow.block(one, taken=True) for one in lines if plain}
+        here = self.flow.statement(node) if blocks == {next(self.flow.scopes(node), None)} else None
+        at = getattr(here, "lineno", 0)
+        before = [one for one, by in zip(known, lines, strict=False) if at and by.lineno < at]
+        return before[-1:] or known
 
     def _counted(self, node: ast.Name, known: list[Any]) -> list[Any]:
         """What a name may stand for, after the only line that changes its number: `steps //= world_size`."""

@@ -87,6 +87,17 @@ def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
         return UNKNOWN
 
 
+def holds(entries: Callable[[Any], dict[Any, Any]], node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
+    """Whether a mapping has a key, by its `entries`: `"peft" in config`."""
+    match node:
+        case ast.Compare(left=one, ops=[ast.In() | ast.NotIn() as op], comparators=[held]):
+            said, name = entries(held), value_of(one)
+            known = said.get((), (0, UNKNOWN))[1] == {} and isinstance(name, str)
+            if known and UNKNOWN not in (name, said.get((name,), (0, None))[1]):
+                return ((name,) in said) is isinstance(op, ast.In)
+    return UNKNOWN
+
+
 def literal(node: ast.AST) -> Any:
     """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text, not `CFG.lr`."""
     if isinstance(node, ast.Attribute) and _NAMED.fullmatch(name := ast.unparse(node)):

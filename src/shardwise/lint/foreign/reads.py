@@ -15,6 +15,7 @@ from shardwise.lint.foreign.suspects import CALLBACKS, decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
+from shardwise.lint.schema import names
 from shardwise.lint.script_settings import LEARNS
 from shardwise.lint.script_text import read_python, without_classes
 from shardwise.lint.shell_text import OPEN
@@ -93,9 +94,10 @@ def without_idle(document: Document, texts: str, taken: set[str], said: list[str
     """
     keys = {key: key.rpartition(".")[2] for key, _ in leaves(document.values) if not re.search(r"\.\d", key)}
     named = {key for key, name in keys.items() if re.search(rf"\b{re.escape(name)}\b", texts)}
-    taken |= named
+    every = _TAKES_ALL.search(texts) is not None
+    taken |= named | {key for key, name in keys.items() if every and name in names("trainer_arguments")}
     idle = keys.keys() - named
-    if not named or not idle or _TAKES_ALL.search(texts):
+    if not named or not idle or every:
         return document
     values = deepcopy(dict(document.values))
     for *above, last in (key.split(".") for key in idle):

@@ -158,6 +158,14 @@ def _ramps(setup: Setup, said: list[str]) -> Iterator[Statement]:
                 yield Statement("optimizer.warmup_steps", "", at, False)
 
 
+def with_labels(stated: Sequence[Statement], said: list[str]) -> list[Statement]:
+    """The statements without masks of a script's own, where the collator makes the labels again."""
+    again = any(": DataCollatorForLanguageModeling()" in one.place for one in stated)
+    lost = [one for one in stated if again and one.key == "data.loss_on" and ": masked()" in one.place]
+    said += [f"left out: {one.place}: DataCollatorForLanguageModeling makes the labels again" for one in lost]
+    return [one for one in stated if one not in lost]
+
+
 def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
     """The statements without `gradient_checkpointing=False`, which turns off nothing that a call turns on."""
     own = [one for one in stated if one.key == "train.checkpointing"]
