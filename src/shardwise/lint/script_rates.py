@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from shardwise.lint.script_names import Said
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
 _COSINE = re.compile(r"0\.5 \* \(1(\.0)? \+ (\w+\.)?cos\(")
@@ -38,14 +39,29 @@ def _of(function: ast.FunctionDef, known: Values) -> Said:
                 body=[ast.Return(value=ast.expr() as ramp)],
             ),
             ast.Return(value=ast.BinOp(least, ast.Add(), ast.BinOp(right=ast.BinOp(rate, ast.Sub(), other)))),
-        ) if ast.dump(least) == ast.dump(other) and _COSINE.search(ast.unparse(function)):
+        ) if ast.dump(least) == ast.dump(other) and _is_cosine(function, known):
             line, parts = ast.unparse(ramp), (ast.unparse(rate), step, ast.unparse(warmup))
             if not all(part in line for part in (*parts, "/")) or "-" in line or ast.unparse(least) in line:
                 return {}
             said: Said = {("get_lr()",): (function.lineno, True)}
             said |= known.entries(warmup, ("get_lr", "warmup")) | known.entries(least, ("get_lr", "least"))
-            for one in function.body[1:]:
-                if isinstance(one, ast.If) and isinstance(one.test, ast.Compare):  # `if step > last`
-                    said |= known.entries(one.test.comparators[0], ("get_lr", "end"))
+            for end in filter(None, map(_end, function.body)):
+                said |= known.entries(end, ("get_lr", "end"))
             return said
     return {}
+
+
+def _is_cosine(function: ast.FunctionDef, known: Values) -> bool:
+    """Whether the line that computes the shape is a cosine, and it is certain which one runs."""
+    inner = [part for one in function.body[1:] if not _end(one) for part in ast.walk(one)]
+    tests = [known.value(one.test) for one in inner if isinstance(one, ast.If)]
+    shape = [ast.unparse(one) for one in inner if isinstance(one, ast.Assign) and known.runs(one)]
+    return UNKNOWN not in tests and any(map(_COSINE.search, shape))
+
+
+def _end(line: ast.stmt) -> ast.expr | None:
+    """The step after which the rate stays: `if step > last: return least`."""
+    match line:
+        case ast.If(test=ast.Compare(ops=[ast.Gt() | ast.GtE()], comparators=[end]), body=[ast.Return()]):
+            return end
+    return None

@@ -77,6 +77,7 @@ def loop(old: str = "", new: str = "") -> dict[str, str]:
     return {"run.sh": RUN, "train.py": LOOP.replace(old, new, 1) if old else LOOP, "model.py": MODEL}
 
 
+TWO = "    if SHAPE == 'cosine':\n        coeff = 0.5 * (1.0 + math.cos(math.pi * ratio))\n    else:\n        coeff = 0.9 ** (100 * ratio)\n"
 HYDRA = """\
 import hydra, torch
 @hydra.main(config_path='.', config_name='config')
@@ -121,6 +122,15 @@ CASES: dict[str, Case] = {
         OPEN_RATE,
         (),
     ),
+    **{
+        f"one shape of two: {name}": (
+            loop("    coeff = 0.5 * (1.0 + math.cos(math.pi * ratio))\n", TWO.replace("SHAPE", name)),
+            {"optimizer.schedule": schedule, "optimizer.final_fraction": 0.1 if schedule else None},
+            () if schedule else OPEN_RATE,
+            ("get_lr.end",),
+        )
+        for name, schedule in (("'cosine'", "cosine"), ("'exp'", None), ("chosen()", None))
+    },
     "the rows of a step over processes": (
         loop(),
         {"train.micro_batch": 12, "train.global_batch": 480},

@@ -80,6 +80,18 @@ CASES: dict[str, Case] = {
         f"GPUs unknown: {where}": (placed(where), {"train.global_batch": 8}, (MANY,), ("gpus=1",))
         for where in ("{'': local_rank}", "None")
     },
+    "a file of a folder that only a run knows": (
+        {"train.py": HEAD + "from pathlib import Path\ncorpus_file = Path(where()) / 'rows_all.jsonl'\nrows = load(corpus_file)\n" + LOADS + ONE},
+        {"data.train": "fill-in-the-data.jsonl"},
+        ("to do: train.py:4: corpus_file rows_all.jsonl: not understood; write data.train",),
+        (),
+    ),
+    "the tokens of a model's config": (
+        {"train.py": HEAD + LOADS + ONE, "small.json": '{"model_type": "llama", "eos_token_id": 1, "hidden_size": 64}'},
+        {"model.source": "a/b"},
+        ("eos_token_id (line 1): the tokenizer and the model's config.json say it",),
+        ("prepare a tokenizer",),
+    ),
     "adapters of experts": (
         {"train.py": HEAD + LOADS + "from peft import LoraConfig, get_peft_model\nconfig = LoraConfig(r=8, target_modules='all-linear', target_parameters=['7.mlp.experts.down_proj'])\nmodel = get_peft_model(model, config)\n" + ONE},
         {"model.lora.targets": "all-linear"},

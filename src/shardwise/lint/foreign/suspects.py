@@ -192,5 +192,7 @@ def _of(node: ast.AST) -> Iterator[Setting]:
 
 
 def _constant(node: ast.expr | None) -> Any:
-    """A constant; an ellipsis for what is computed."""
+    """A constant, or the last part of a path; an ellipsis for what is computed."""
+    if isinstance(node, ast.BinOp) and isinstance(getattr(node.right, "value", None), str):
+        node = node.right if isinstance(node.op, ast.Div) else node
     return node.value if isinstance(node, ast.Constant) else ... if isinstance(node, ast.BinOp) else None
