@@ -133,6 +133,8 @@ class Rows:
         """How many tokens a row keeps; not known where slices differ."""
         found = dict[Any, int]()
         for one in (one for one in self._nodes if isinstance(one, ast.Subscript)):
+            if isinstance(one.ctx, ast.Store):
+                continue  # `labels[:length] = -100`
             end = one.slice.upper if isinstance(one.slice, ast.Slice) and not one.slice.lower else None
             if end is not None and _TOKENS.search(ast.unparse(one.value)) and _CUT.search(ast.unparse(end)):
                 found |= {self._known.value(end): end.lineno} if self._known.runs(one) else {}

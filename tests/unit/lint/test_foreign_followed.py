@@ -102,6 +102,12 @@ CASES: dict[str, Case] = {
         ("[:n]: its value could not be read",),
         (),
     ),
+    "a slice that is filled in": (
+        {"train.py": HEAD + "seq_len = 162\nids = tok(text).input_ids\nids[:seq_len] = [0] * seq_len\nTrainer(model, TrainingArguments('o'), train_dataset=rows).train()\n"},
+        {},
+        (),
+        ("[:n]",),
+    ),
     "several numbers of a flag, and steps that a counter ends": (
         {"run.sh": FLAGS, "train.py": LOOP},
         {"optimizer.beta1": 0.9, "optimizer.beta2": 0.98, "train.steps": 20000, "optimizer.learning_rate": 1e-3},
