@@ -68,6 +68,7 @@ class Bound:
         self._above = {child: node for node in nodes for child in ast.iter_child_nodes(node)}
         self._bound, self._uses = (defaultdict[Any, list[Any]](list) for _ in range(2))
         self._stores = defaultdict[str, list[tuple[ast.expr, ast.expr | None]]](list)  # of attributes
+        self._sums = dict[ast.AST, ast.AST]()  # of lines such as `steps //= world_size`
         self._attributes = list[tuple[ast.Attribute, ast.expr | None]]()  # that are set
         idle = {program} if inputs.imported else set[ast.AST]()
         self.flow = Flow(self._above, value_of, imported=idle)
@@ -111,7 +112,35 @@ class Bound:
         found = next((f for scope in scopes if (f := self._bound.get((scope, node.id)))), [])
         several = self._defaults and len(found) > 1
         known = found if len(found) <= MOST_BOUND else []
-        return [one for one in known if not several or one is None or self.flow.runs(one)]
+        known = [one for one in known if not several or one is None or self.flow.runs(one)]
+        return self._counted(node, self._latest(node, known)) if several else known
+
+    def _latest(self, node: ast.Name, known: list[Any]) -> list[Any]:
+        """What the last line before a use assigns, of lines that run one after the other: `x = x["part"]`."""
+        lines: list[Any] = [self.flow.statement(one) for one in known if isinstance(one, ast.expr)]
+        plain = len(lines) == len(known) and all(isinstance(one, _ASSIGNS) for one in lines)
+        blocks = {self.flow.block(one, taken=True) for one in lines if plain}
+        here = self.flow.statement(node) if blocks == {next(self.flow.scopes(node), None)} else None
+        at = getattr(here, "lineno", 0)
+        before = [one for one, by in zip(known, lines, strict=False) if at and by.lineno < at]
+        return before[-1:] or known
+
+    def _counted(self, node: ast.Name, known: list[Any]) -> list[Any]:
+        """What a name may stand for, after the only line that changes its number: `steps //= world_size`."""
+        changed = [one for one in known if isinstance(self._above.get(one), ast.AugAssign)]
+        by: Any = self._above[changed[0]] if len(changed) == 1 else None
+        by = by if by and isinstance(by.op, ast.Mult | ast.Div | ast.FloorDiv) else None
+        here = next(self.flow.scopes(node), None)
+        if (
+            len(known) != 2
+            or not by
+            or here is not self.flow.block(by, taken=True)
+            or node.lineno <= by.lineno
+        ):
+            return known
+        before = next(one for one in known if one not in changed)
+        made = self._sums.setdefault(by, ast.BinOp(left=before, op=by.op, right=by.value, lineno=by.lineno))
+        return [made]
 
     def configured(self, holder: ast.expr, name: Any) -> list[Any]:
         """A part of a configuration that OmegaConf or Hydra makes of files, and a command over these."""

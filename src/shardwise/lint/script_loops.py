@@ -122,6 +122,8 @@ def _ends(loop: ast.For | ast.While, known: Values) -> Said:
             continue
         synced = [one for one in inner if "sync_gradients" in ast.unparse(one.test)]  # Accelerate's
         end, inside = test.comparators[0], any(adds[0] in ast.walk(one) for one in stepping + synced)
+        skips = [one for one in inner if isinstance(one.body[-1], ast.Continue) and _accumulates(loop)]
+        inside |= any("%" in ast.unparse(one.test) and one.lineno < adds[0].lineno for one in skips)
         if not inside and len(every) == 1:  # it counts micro-batches
             end = ast.BinOp(left=end, op=ast.FloorDiv(), right=every[0], lineno=test.lineno)
         elif (

@@ -1,6 +1,7 @@
 """Names of a script as the libraries say them, and values by key."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -132,3 +133,17 @@ def changes_by(node: ast.AST, above: ast.AST) -> Iterator[Change]:
             yield holder, path_of(key), None, node
         case ast.Call(func=ast.Attribute(attr=method, value=holder)) if method not in _READS:
             yield holder, None, None, node
+
+
+def never_read(nodes: Sequence[ast.AST], others: str) -> Iterator[ast.Call]:
+    """Objects of settings that nothing gets, as where `model = get_peft_model(model, config)` is a comment.
+
+    `others`: the text of other scripts, which may take them.
+    """
+    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    read |= {*re.findall(r"\w+", others)}
+    for node in nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
+                if ast.unparse(made.func).rpartition(".")[2] in names("settings_objects"):
+                    yield made

@@ -22,12 +22,14 @@ _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")
 _HELD_OUT = re.compile(r"(?i)(?<![a-z])(eval|val|test|dev)")
+_FILES = ("from_json", "from_csv", "from_parquet", "from_text")
 _ROWS = re.compile(r"(?i)(self\.)?(\w*_)?(data|data_?set|rows|examples|samples|records|ds)(_?(list|rows))?")
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
 _WORDS = toml_file("foreign.toml")["row_words"]
+_TOKENS, _CUT = re.compile(_WORDS["tokens"]), re.compile(_WORDS["cut"])
 _TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES = (
     re.compile(_WORDS[name]) for name in (
         "template", "prompt", "no_text", "prints", "ignored", "part", "model", "loaded", "moved", "built",
@@ -92,9 +94,14 @@ class Rows:
         return {("tokenised field",): (line, field) for field, line in fields.items()}  # noqa: B035 - one
 
     def cut(self, marks: Collection[str]) -> Said:
-        """The length of the pieces of tokens, where no setting is one: `ids[i : i + length]`."""
-        if "packed()" not in marks or any(map(_LENGTH.search, marks)):
+        """The length of the pieces of tokens, where no setting is one: `ids[i : i + length]`.
+
+        Of what is not packed, the tokens that are left of a row: `ids[:length]`.
+        """
+        if any(map(_LENGTH.search, marks)):
             return {}
+        if "packed()" not in marks:
+            return self._first_tokens()
         found = dict[Any, int]()
         for one in self._nodes:
             match one:
@@ -103,6 +110,36 @@ class Rows:
                         found[self._known.value(size)] = size.lineno
         rows = [(line, length) for length, line in found.items()]
         return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
+
+    def of_file(self, call: ast.Call, last: str) -> Said:
+        """Of `Dataset.from_json(path)` the file, which is held out where its name says so."""
+        given = [one.value for one in call.keywords if one.arg == "path_or_paths"] + call.args[:1]
+        if last not in _FILES or not given or not ast.unparse(call.func).endswith(f"Dataset.{last}"):
+            return {}
+        text = f"{ast.unparse(given[0])} {self._known.value(given[0])}"
+        held_out = _HELD_OUT.search(text) and "train" not in text.lower()
+        return self._known.entries(given[0], ("eval_dataset" if held_out else last,))
+
+    def drawn(self) -> Said:
+        """How many rows a batch has that is drawn by chance: `torch.randint(len(data) - length, (rows,))`."""
+        for one in (one for one in self._nodes if isinstance(one, ast.Call) and self._known.runs(one)):
+            match one:
+                case ast.Call(func=ast.Attribute(attr="randint"), args=[end, ast.Tuple(elts=[rows])]):
+                    if "len(" in ast.unparse(end) and self.learn:
+                        return self._known.entries(rows, ("randint(rows)",))
+        return {}
+
+    def _first_tokens(self) -> Said:
+        """How many tokens a row keeps; not known where slices differ."""
+        found = dict[Any, int]()
+        for one in (one for one in self._nodes if isinstance(one, ast.Subscript)):
+            if isinstance(one.ctx, ast.Store):
+                continue  # `labels[:length] = -100`
+            end = one.slice.upper if isinstance(one.slice, ast.Slice) and not one.slice.lower else None
+            if end is not None and _TOKENS.search(ast.unparse(one.value)) and _CUT.search(ast.unparse(end)):
+                found |= {self._known.value(end): end.lineno} if self._known.runs(one) else {}
+        rows = [(line, length if type(length) is int else UNKNOWN) for length, line in found.items()]
+        return {("[:n]",): rows[0] if len(rows) == 1 else (rows[0][0], UNKNOWN)} if rows else {}
 
     def prompts(self, after: Collection[ast.AST]) -> Said:
         """Text around the fields of rows, where no call shows which function makes it."""
@@ -235,7 +272,12 @@ class Rows:
         """Whether a call makes a model of a library's class, or of one of the script's own."""
         own = self._known.meant(call.func)
         bases = " ".join(map(ast.unparse, own.bases)) if isinstance(own, ast.ClassDef) else ""
-        net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(own)
+        made = [one for one in getattr(own, "body", []) if getattr(one, "name", "") == "__init__"] or [own]
+        net = re.search(r"Module\b|PreTrainedModel", bases) and "from_pretrained(" not in ast.unparse(made[0])
+        if name_of(call.func) == "instantiate" and call.args:  # Hydra's
+            place = ast.Attribute(call.args[0], "_target_", ast.Load())
+            target = str(self._known.value(ast.copy_location(place, call)))
+            return bool(re.fullmatch(r"[\w.]+\.[A-Z]\w*", target))
         shape = len(_SHAPE & {one.arg for one in call.keywords}) > 1  # of a class that no script shows
         return bool(net or shape or _BUILT.search(name_of(call.func)))
 

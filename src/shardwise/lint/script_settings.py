@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -14,13 +14,13 @@ from shardwise.lint.document import AUTO, Document, Mark
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
 from shardwise.lint.script_loops import of_loop
-from shardwise.lint.script_names import Said, name_as_imported, nested
+from shardwise.lint.script_names import Said, name_as_imported, nested, never_read
 from shardwise.lint.script_optimizers import BY_STEP, OWN_GROUPS, of_all, of_groups, prepared
+from shardwise.lint.script_rates import is_constant, of_rates
 from shardwise.lint.script_rows import Rows
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import ARGUMENTS, Values
 
-_COMMENTED = re.compile(r"(?m)^\s*#.*get_peft_model\(")
 LORA = "lora_rank"  # the key for `LoraConfig(r=...)`
 CONFIGURATIONS = ("config", "config_params", "deepspeed", "hf_ds_config")  # take DeepSpeed's settings
 _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data")  # in the order of its call
@@ -85,7 +85,10 @@ class Settings:
         functions = {one[0] for one in scopes if not any(isinstance(part, ast.ClassDef) for part in one)}
         if after & {*trains} or len(functions) > 1:
             self.trainings = [one.lineno for one in trains]
-        after |= {*_never_read(nodes)} if calls and _COMMENTED.search(text) else set()
+        others = map(ast.unparse, self._inputs.others.values() if LEARNS.search(text) else ())
+        idle = {*never_read(nodes, " ".join(others))} if calls and LEARNS.search(text) else set[ast.Call]()
+        self._put({(f"idle {_last(one)}",): (one.lineno, True) for one in idle})
+        after |= idle
         for node in nodes:
             if node not in after:  # what follows the training decides nothing of it
                 self._take(node)
@@ -94,6 +97,7 @@ class Settings:
         scratch = self.rows.scratch() if calls and ("model_name_or_path",) not in self.marks else {}
         self._put(scratch)
         if calls:
+            self._put(of_rates(nodes, self.known) | self.rows.drawn())
             self._put(self.rows.splits())
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
             self._put(self.rows.cut({one[0] for one in self.marks}))
@@ -113,6 +117,8 @@ class Settings:
         match node:
             case ast.Call() if self.calls and not (self.known.runs(node) and self._of_a_library(node)):
                 pass
+            case ast.Call() if self.calls and is_constant(node):
+                self._put({("lr_scheduler_type",): (node.lineno, "constant")})
             case ast.Call():
                 self._branch = bool(self.calls) and not self.known.flow.certain(node)
                 self._node = node
@@ -256,6 +262,7 @@ class Settings:
             last = "tokenizer"
         given = dict(zip(self.calls.get(last, "").split(), call.args, strict=False))
         given |= {one.arg: one.value for one in call.keywords if one.arg}
+        self._put(self.rows.of_file(call, last) if self.calls else {})
         part = given.get(_PART.get(last, ""))
         if part is not None and _HELD_OUT.search(ast.unparse(part)):
             if self.calls:
@@ -360,16 +367,6 @@ def open_value(key: Key) -> Any:
     """What a key of DeepSpeed has where only a run knows it."""
     section = deepspeed_schema().sections.get(key)
     return {"enabled": AUTO} if section and "enabled" in section.keys else AUTO
-
-
-def _never_read(nodes: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """LoraConfigs that nothing gets: `model = get_peft_model(model, config)` is a comment."""
-    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
-                if _last(made) == "LoraConfig":
-                    yield made
 
 
 def _configuration(said: Said, *, of_a_job: bool) -> Document | None:

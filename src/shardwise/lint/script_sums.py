@@ -21,6 +21,7 @@ _SIGNS += " Eq:eq NotEq:ne Lt:lt LtE:le Gt:gt GtE:ge Is:eq IsNot:ne"
 _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     getattr(ast, sign): getattr(operator, does) for sign, does in (one.split(":") for one in _SIGNS.split())
 }
+_SUMS[ast.Div] = lambda one, by: f"{one}/{by}" if isinstance(one, str) else one / by  # also of paths
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _PLAIN = (int, round, float, str, bool, max, min, len, list)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _PLAIN}
@@ -84,6 +85,17 @@ def _applied(function: Callable[..., Any], values: list[Any]) -> Any:
         return function(*values)
     except (TypeError, ValueError, ArithmeticError, IndexError):
         return UNKNOWN
+
+
+def holds(entries: Callable[[Any], dict[Any, Any]], node: ast.AST, value_of: Callable[[ast.AST], Any]) -> Any:
+    """Whether a mapping has a key, by its `entries`: `"peft" in config`."""
+    match node:
+        case ast.Compare(left=one, ops=[ast.In() | ast.NotIn() as op], comparators=[held]):
+            said, name = entries(held), value_of(one)
+            known = said.get((), (0, UNKNOWN))[1] == {} and isinstance(name, str)
+            if known and UNKNOWN not in (name, said.get((name,), (0, None))[1]):
+                return ((name,) in said) is isinstance(op, ast.In)
+    return UNKNOWN
 
 
 def literal(node: ast.AST) -> Any:

@@ -44,6 +44,18 @@ def parses(text: str) -> bool:
     return True
 
 
+def without_classes(text: str, kinds: re.Pattern[str]) -> str:
+    """A script's text without the bodies of classes that are named, or derived, like this."""
+    rows = text.split("\n")
+    made = [one for one in ast.parse(text).body if isinstance(one, ast.ClassDef)] if parses(text) else []
+    for one in made:
+        first = min(part.lineno for part in ast.walk(one.body[0]) if hasattr(part, "lineno")) - 1
+        if first >= one.lineno and any(map(kinds.search, [one.name, *map(ast.unparse, one.bases)])):
+            rest = (one.end_lineno or first) - first - 1
+            rows[first : first + 1 + rest] = [f"{' ' * one.body[0].col_offset}pass", *[""] * rest]
+    return "\n".join(rows)
+
+
 def read_python(text: str, file: str) -> Document:
     """Read the arguments of calls that set up a training; the first call with a key wins."""
     try:

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 from shardwise.job.source import Key, drop
@@ -11,7 +12,7 @@ from shardwise.lint.schema import names
 from shardwise.lint.script_bound import REPLACE, Bound, remembered
 from shardwise.lint.script_inputs import Inputs, commanded, fields, name_of, placed, presets
 from shardwise.lint.script_names import Said, changes_by, dotted, handed_on, path_of, plain_rows, rest_of
-from shardwise.lint.script_sums import UNKNOWN, computed, literal
+from shardwise.lint.script_sums import UNKNOWN, computed, holds, literal
 
 MOST_READ = 20_000  # entries of dicts of a script
 MOST_STEPS = 100_000  # names that are followed; the rest of a script is unknown
@@ -125,8 +126,8 @@ class Values(Bound):
         made = UNKNOWN if own else literal(node)  # a name of a library is a value: `torch.float16`
         if made == UNKNOWN:
             made = computed(node, self.value)
-        if made == UNKNOWN and self._defaults:
-            made = self._inputs.value(node, self.value)
+        for asked in (self._inputs.value, partial(holds, self.entries)) if self._defaults else ():
+            made = asked(node, self.value) if made == UNKNOWN else made
         self._reading.discard(node)
         return made
 

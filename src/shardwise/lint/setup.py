@@ -187,10 +187,10 @@ def of_script(document: Document) -> Reader | None:
     last = {name.rpartition(".")[2] for name in document.uses}
     if {"deepspeed.initialize", "deepspeed.add_config_arguments"} & document.uses:
         return "deepspeed"
-    if _LIGHTNING.search(document.text):
-        return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
     if _trainers(document) or "TrainingArguments" in last:
         return "trainer"
+    if _LIGHTNING.search(document.text):
+        return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
     if "HfArgumentParser" in last and any(name.endswith("Trainer") for name in last):  # of another module
         return "trainer"
     return "accelerate" if "Accelerator" in last else None

@@ -164,7 +164,7 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             flag = _full(launcher, flag) if before_script else flag
             flags |= set() if before_script else {flag.replace("-", "_")}
             given = [_scalar(value)]
-            while takes and not before_script and isinstance(given[-1], str) and _more(words, flag):
+            while takes and not before_script and _more(words, flag, given[-1]):
                 given.append(_scalar(words.popleft()[0]))
             yield flag.replace("-", "_"), given if len(given) > 1 else given[0], line
         else:
@@ -196,9 +196,10 @@ def flags_within(command: Document) -> Iterator[str]:
         yield from (one.replace("-", "_") for one in named)
 
 
-def _more(words: deque[tuple[str, int]], flag: str) -> bool:
-    """Whether the next word is one more value of a flag, such as `--modules q_proj v_proj`."""
+def _more(words: deque[tuple[str, int]], flag: str, last: Any) -> bool:
+    """Whether the next word is one more value of a flag: `--modules q_proj v_proj`, `--betas 0.9 0.95`."""
     word = r"(?!-)[\w./#:-]+" if flag.endswith("dataset") else r"[A-Za-z_][\w-]*"
+    word = word if isinstance(last, str) else r"\d[\d.]*(e-?\d+)?"
     return bool(words) and re.fullmatch(word, words[0][0]) is not None
 
 

@@ -115,9 +115,9 @@ def test_a_yaml_for_mamba(files: Path) -> None:
     assert job.train.global_batch == 4 * 8, "1 row x 8 x 4 GPUs"
     assert (job.train.steps, job.train.micro_batch, job.optimizer.learning_rate) == (200_000, 1, 1e-4)
     assert said == [
-        "to do: data.train: no file says it; write it in place of fill-in-the-data.jsonl",
+        "to do: data.train: not found in the files; write it in place of fill-in-the-data.jsonl",
         "assumed, as a training that evaluates on no rows does: data.eval_fraction=0",
-        "not said by the files, so shardwise's own: optimizer.schedule cosine, "
+        "not read from the files, so shardwise's own: optimizer.schedule cosine, "
         "train.precision bf16, train.save_every 100, train.keep 2, tracking [tensorboard]",
     ]
 

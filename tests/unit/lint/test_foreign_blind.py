@@ -151,7 +151,7 @@ CASES |= {
         {"model.source": "fill-in-the-model", "optimizer.clip_norm": None},
         (
             "to do: a.py:12: clip_by_global_norm(: write optimizer.clip_norm",
-            "to do: model.source: no file says it",
+            "to do: model.source: not found in the files",
         ),
         ("clip_norm=0",),
     ),

@@ -13,7 +13,7 @@ from shardwise.errors import JobError
 SWIFT = "swift sft --model a/b --dataset train.jsonl --val_dataset dev_a.jsonl dev_b.jsonl --eval_steps 100 "
 LOOP = "model = AutoModelForCausalLM.from_pretrained(args['model_name'])\nopt = torch.optim.AdamW(model.parameters(), lr=args['lr'])\nfor batch in DataLoader(rows, batch_size=args['batch_size']):\n    model(**batch).loss.backward(); opt.step(); opt.zero_grad()\n"
 HEAD = "import torch\nfrom datasets import load_dataset\nfrom torch.utils.data import DataLoader\nfrom transformers import AutoConfig, AutoModelForCausalLM\n"
-CHOOSES = "if args['dataset'] == 'sql':\n    rows = load_dataset('some/sql')['validation']\nelse:\n    rows = load_dataset('some/alpaca')['train']\nif args['train_type'] in ['lora', 'qlora']:\n    config = LoraConfig(r=args['lora_rank'], lora_alpha=16, target_modules=args['modules'])\n"
+CHOOSES = "if args['dataset'] == 'sql':\n    rows = load_dataset('some/sql')['validation']\nelse:\n    rows = load_dataset('some/alpaca')['train']\nif args['train_type'] in ['lora', 'qlora']:\n    config = LoraConfig(r=args['lora_rank'], lora_alpha=16, target_modules=args['modules'])\n    net = get_peft_model(net, config)\n"
 # fastcore's command, whose arguments go through two functions and a process into a mapping
 STARTED = f"""\
 {HEAD}import torch.multiprocessing as mp

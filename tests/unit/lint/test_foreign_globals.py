@@ -43,7 +43,7 @@ MODEL = "from dataclasses import dataclass\nimport torch.nn as nn\n@dataclass\nc
 FLAGS = "python train.py config/small.py --block_size=64 --learning_rate=5e-4 --beta2=0.98 --compile=False\n"
 SMALL = "eval_interval = 250\nlearning_rate = 1e-3\nmax_iters = 5000\n"
 TEXT = "from datasets import load_dataset\nfrom transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\nds = load_dataset('a/alpaca', split='train')\nSFTTrainer(model='x/y', args=SFTConfig('o', dataset_text_field='text'), train_dataset=ds).train()\n"
-ADAPTED = "from peft import LoraConfig\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('NAME')\nc = LoraConfig(r=8, target_modules=TARGETS)\nTrainer(m, TrainingArguments('o')).train()\n"
+ADAPTED = "from peft import LoraConfig, get_peft_model\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('NAME')\nc = LoraConfig(r=8, target_modules=TARGETS)\nTrainer(get_peft_model(m, c), TrainingArguments('o')).train()\n"
 
 
 def adapted(name: str, targets: str) -> str:

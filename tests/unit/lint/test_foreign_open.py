@@ -38,7 +38,7 @@ UNSLOTH_TEMPLATE = (
     .replace("{0}", "FastModel")
     .replace("{1}", "")
 )
-OWN = "not said by the files, so shardwise's own: "
+OWN = "not read from the files, so shardwise's own: "
 AXOLOTL = "base_model: a/b\nmicro_batch_size: 1\n"
 YAML = "model_name_or_path: a/b\nper_device_train_batch_size: 2\n"
 HEAD = "from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments\nm = AutoModelForCausalLM.from_pretrained('a/b')\n"
@@ -550,7 +550,7 @@ CASES: dict[str, Case] = {
             + "Trainer(m, TrainingArguments('o', per_device_train_batch_size=4))\n"
         },
         {"train.global_batch": 4},
-        ("assumed, as one process with device_map auto does: gpus=1",),
+        ("assumed, as one process with device_map does: gpus=1",),
         ("no file says how many",),
     ),
     "a sentence names its key once": (
@@ -681,7 +681,7 @@ CASES |= {
         },
         {},
         ("run.sh:1: dataset_mixer_list c/d: not understood; write data.train",),
-        ("no file says it",),
+        ("not found in the files",),
     ),
     "sharding of one process": (
         {"run.sh": "accelerate launch --num_processes 1 train.py\n", "train.py": FSDP},

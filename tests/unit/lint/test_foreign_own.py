@@ -51,7 +51,7 @@ CASES |= {
             "train.py": "from transformers import AutoTokenizer\nfrom own import Net\ntok = AutoTokenizer.from_pretrained('./tokenizer')\nmodel = Net(dim=64)\nfor step in range(9):\n    model(step).backward()\n"
         },
         {"model.source": "fill-in-the-model"},
-        ("model.source: no file says it",),
+        ("model.source: not found in the files",),
         (),
     ),
     "all modules, and a system prompt, of a command": (
@@ -390,7 +390,7 @@ CASES |= {
     ),
     "products in another format": (
         {
-            "train.py": f"{HF}b = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float16)\nTrainer(model, TrainingArguments('o', bf16=True)).train()\n"
+            "train.py": f"{HF}b = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float16)\nmodel = AutoModelForCausalLM.from_pretrained('a/b', quantization_config=b)\nTrainer(model, TrainingArguments('o', bf16=True)).train()\n"
         },
         {"train.precision": "bf16"},
         (

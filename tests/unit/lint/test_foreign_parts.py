@@ -278,7 +278,7 @@ CASES["rows of a flag that a class of the script's opens"] = (
     },
     {},
     ("train_path data/rows.jsonl: not understood; write data.train",),
-    ("data.train: no file says it",),
+    ("data.train: not found in the files",),
 )
 
 ENUM = (

@@ -29,7 +29,7 @@ CASES: dict[str, Case] = {
     ),
     "a tool's defaults, and its later names": (
         {"run.sh": written("read -r -d '' commands <<EOF", SINCE) + STARTS},
-        {"model.source": "a/b", "train.global_batch": 128, "train.micro_batch": 4, "train.epochs": 2, "model.lora.rank": 64, "model.lora.alpha": 16, "data.packing": True, "strategy": "zero3", "optimizer.learning_rate": 4e-6, "optimizer.beta2": 0.95, "optimizer.warmup_steps": 0.03, "optimizer.final_fraction": 0.1},
+        {"model.source": "a/b", "train.global_batch": 128, "train.micro_batch": 4, "train.epochs": 2, "model.lora.rank": 64, "model.lora.alpha": 16, "data.packing": False, "strategy": "zero3", "optimizer.learning_rate": 4e-6, "optimizer.beta2": 0.95, "optimizer.warmup_steps": 0.03, "optimizer.final_fraction": 0.1},
         (),
         ("only the shell knows",),
     ),

@@ -203,7 +203,7 @@ CASES: dict[str, Case] = {
         },
         {},
         ("to do: train.py:4: open ./data/rows.jsonl: not understood; write data.train",),
-        ("no file says it; write it in place of fill-in-the-data",),
+        ("not found in the files; write it in place of fill-in-the-data",),
     ),
     "rows of the script's own class, and those that it writes or evaluates on": (
         {

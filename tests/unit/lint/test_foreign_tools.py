@@ -261,7 +261,7 @@ CASES: dict[str, Case] = {
             "to do: run.sh: model_path (line 1) `[meta-llama/Llama-3.1-8B]`: placeholder of its author; write model.source",
             "`<your data>`: placeholder of its author; write data.train",
         ),
-        ("no file says it",),
+        ("not found in the files",),
     ),
     "a list in brackets is a list": (
         {

@@ -47,7 +47,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
-        "spread": any(one.get("device_map") == "auto" for one in scripts),  # else Accelerate refuses it
+        "spread": any(map(_in_one_process, scripts)),
         "several": setup.hugging_face and (setup.launched or 1) > 1,
         "neither": any(one.get("fp16") is one.get("bf16") is False for one in documents),
         "do_eval": bool(evaluation),
@@ -86,6 +86,13 @@ def _before_22(script: Document) -> bool:
     pins = (one for folder in Path(script.name).parents for name in _PINS for one in folder.glob(name))
     texts = (one.read_text(encoding="utf-8", errors="replace") for one in pins if is_file(one))
     return bool(_OLD_TRL.search(script.text) or any(_OLD_PIN.search(text) for text in texts))
+
+
+def _in_one_process(script: Document) -> bool:
+    """Whether a script places its model on one GPU, or on all that one process sees: `{"": 0}`, `auto`."""
+    place = script.get("device_map")
+    place = place.get("") if isinstance(place, dict) else place  # else Accelerate refuses `auto`
+    return type(place) is int or str(place) == "auto" or str(place).startswith("cuda")
 
 
 def _with_auto_clip(document: Document) -> bool:

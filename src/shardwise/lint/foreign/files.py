@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.job.paths import is_local
 from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
@@ -25,7 +24,7 @@ from shardwise.lint.foreign.reads import (
 )
 from shardwise.lint.foreign.sections import opened, with_settings
 from shardwise.lint.foreign.sources import VARIABLES, with_variables, written
-from shardwise.lint.foreign.table import NO_KEY, TABLE, switched, targets
+from shardwise.lint.foreign.table import NO_KEY, TABLE, names_rows, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
 from shardwise.lint.rules.arguments import unread_tool
@@ -282,12 +281,16 @@ def _without_flags(
     kept |= {one for one in unused if TABLE["keys"][one] == "name"}
     plain = (one for one in unused if as_number(command.get(one)) is not None)  # else a helper gets it
     kept |= {one for one in plain if isinstance(rule := TABLE["keys"][one], str) and rule != "batch.total"}
-    kept |= {one for one in unused if targets(one, below=False) in _DATA and is_local(str(command.get(one)))}
+    rows = {one for one in inputs.taken if targets(one, below=False) in _DATA}
+    rows = {one for one in rows if one in unused or targets(one, below=False) & open_}
+    kept |= {one for one in rows if names_rows(command.get(one))}
     gone = inputs.taken - kept - TABLE["no_adapters"].keys()  # which decide whether adapters' ranks hold
     for flag in sorted(inputs.defined - inputs.taken):
         if flag not in command.flags:
             continue
         decided = targets(flag, below=False)
+        if decided in _DATA and names_rows(command.get(flag)):
+            continue  # which a function of the script's loads
         if decided & open_ or flag not in TABLE["keys"]:
             gone.add(flag)
         if not decided & open_ and flag not in TABLE["keys"] and flag not in TABLE["strategy"]["keys"]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.errors import JobError
 from shardwise.job import contradictions, json_schema, paths, source, validate
@@ -18,8 +19,8 @@ from shardwise.lint.foreign.datasets import with_datasets
 from shardwise.lint.foreign.defaults import defaults
 from shardwise.lint.foreign.losses import answers_in_text
 from shardwise.lint.foreign.reads import unread
-from shardwise.lint.foreign.statements import statements, unsaid
-from shardwise.lint.foreign.suspects import suspects
+from shardwise.lint.foreign.statements import Statement, statements, unsaid
+from shardwise.lint.foreign.suspects import not_followed, suspects
 from shardwise.lint.foreign.table import BY_NAME, STEPS, TABLE, leaves, run_name
 from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup, of_script
@@ -32,6 +33,7 @@ _TEST_ROWS = re.compile(r"""["']test["']|\.values\(\)|\.test\b""")  # of train_t
 _SHARED = ("fsdp2", "ddp")  # among several processes
 _SHARE = f"a share of {STEPS}"
 _LORA, _TARGETS = "model.lora", "model.lora.targets"
+_ASKS = r"(write |name (it|that) in |in )(.*, )?"  # before a key that a sentence asks for
 _MOST_NAMES = 60  # in a sentence
 _HELD_OUT = "a job takes these rows from a file, or holds out a share of its own (data.eval_fraction)"
 
@@ -58,22 +60,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     said += answers_in_text(documents)
     scripts = [one for one in documents if one.syntax == "python"]
     stated = resolve.with_held_out(resolve.of_this_tool(stated, scripts), swift=swift)
-    saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
-    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
-    by_trainer = shown and any(of_script(one) == "trainer" for one in documents)
-    by_factory = any({*names("of_llama_factory")} & one.values.keys() for one in documents)
-    if (by_trainer or by_factory) and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
-        evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
-    splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
-    if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
-        evaluates = "no"
-    if evaluates in _NO_STEPS[1:]:
-        stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
-        asks = any("write data.eval_fraction" in one for one in said)
-        held_out = [one for one in stated if asks or one.key == "data.eval_fraction"]
-        stated += [one._replace(key="train.eval_every", value="0", word=False) for one in held_out[:1]]
-    if saves in _NO_STEPS:  # whatever `save_steps` is by default
-        stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    stated, saves, evaluates = _with_times(stated, documents, setup, said)
     if setup.launched == 1:  # which has nothing to share
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
     first, last = ": distributed_type", "DataLoader.batch_size"  # which DeepSpeed's file says, and does not
@@ -85,7 +72,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if one.key != _TARGETS or one.word]
     models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
     stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
-    stated = resolve.with_recomputation(stated)
+    stated = resolve.with_recomputation(resolve.with_labels(stated, said))
     stated = resolve.with_warmup(stated, setup, said)
     stated = [resolve.with_last_rate(one, stated, said) for one in stated]
     lost = {one.key for one in stated if not one.value}
@@ -125,13 +112,43 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     in_part = any(key.startswith("batch.") for key in open_.keys() - numbers)
     rows = resolve.batch(batch, unsaid=in_part, said=said)
     assumed = [one for one in assumed if not one.startswith("batch.")]
+    in_order = [] if resolve.without_precision(setup) else in_order
     precision = [change for one in in_order[-1:] for change in one.changes[1:2]]
     job = source.Document(name="the files")
     name = f"name={json.dumps(run_name(files[0]))}"
     source.apply(job, [name, *assumed, *precision, *resolve.changes(stated), *rows])
-    _complete(job, said, open_.keys())
+    _complete(job, said, open_.keys(), documents)
     said[:] = sorted((one.replace(STEPS, _steps(job)) for one in _names_together(said)), key=_weight)
     return _text(job, files, folder, said), said
+
+
+def _with_times(
+    stated: list[Statement], documents: Sequence[Document], setup: Setup, said: list[str]
+) -> tuple[list[Statement], Any, Any]:
+    """The statements that hold for when the run saves and evaluates, and these two strategies."""
+    saves, evaluates = setup.training("save_strategy"), setup.training("eval_strategy", "evaluation_strategy")
+    shown = any(re.search("TrainingArguments|SFTConfig", one.text) for one in documents)  # its arguments
+    by_trainer = any(of_script(one) == "trainer" for one in documents)
+    stated = resolve.with_seed(stated, setup.scripts, said) if by_trainer else stated
+    by_trainer = shown and by_trainer
+    swift = any(one.has("swift") for one in documents)
+    by_factory = not swift and any({*names("of_llama_factory")} & one.values.keys() for one in documents)
+    if swift and evaluates is None:
+        evaluates = saves  # its eval_strategy follows
+        stated += resolve.swift_evaluation(stated, saves, said)
+    if (by_trainer or by_factory) and not _EVALUATES & {place[0] for one in documents for place in one.marks}:
+        evaluates = None if any(one.endswith(of_files.ARGUED) for one in said) else "no"
+    splits = any("train_test_split" in one.place for one in stated if one.key == "data.eval_fraction")
+    if splits and not any(_TEST_ROWS.search(one.text) for one in documents):  # no line reads its other part
+        evaluates = "no"
+    if evaluates in _NO_STEPS[1:]:
+        stated = [one for one in stated if one.key not in ("data.eval", "train.eval_every")]
+        asks = any("write data.eval_fraction" in one for one in said)
+        held_out = [one for one in stated if asks or one.key == "data.eval_fraction"]
+        stated += [one._replace(key="train.eval_every", value="0", word=False) for one in held_out[:1]]
+    if saves in _NO_STEPS:  # whatever `save_steps` is by default
+        stated = [one for one in stated if one.key != "train.save_every" or one.word]
+    return stated, saves, evaluates
 
 
 def _without_adapters(documents: Sequence[Document]) -> str:
@@ -157,7 +174,7 @@ def shown(said: Sequence[str], out: Path) -> list[str]:
 
 def _weight(sentence: str) -> int:
     """The order in which a user reads: what is to do first, what is left out last."""
-    kinds = ("to do", "conflict", "changed", "assumed", "not said by", "left out")
+    kinds = ("to do", "conflict", "changed", "assumed", "not read", "left out")
     return next(place for place, kind in enumerate(kinds) if sentence.startswith(kind))
 
 
@@ -196,9 +213,11 @@ def _to_do(open_: dict[str, str]) -> list[str]:
     return made
 
 
-def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> None:
+def _complete(
+    job: source.Document, said: list[str], open_: Collection[str], documents: Sequence[Document]
+) -> None:
     """Fill in what a job must have, leave out what it may not, and say which values are shardwise's own."""
-    _fill_in(job, said, open_)
+    _fill_in(job, said, open_, documents)
     made, wrong = validate.check(job)
     problems = [(key, problem.what) for key, problem in wrong.items()]
     if made is not None:
@@ -214,7 +233,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
             named = why if why.startswith(source.dotted(key)) else f"{source.dotted(key)}: {why}"
             said.append(f"{'to do' if key in wrong else 'left out'}: {named}")
         job.forget(key)
-    _fill_in(job, said, open_)  # what a contradiction has taken
+    _fill_in(job, said, open_, documents)  # what a contradiction has taken
     resolved = resolved_leaves(made.model_dump(mode="json")) if made is not None else ()
     rest = {source.dotted(key): value for key, value in resolved if key not in job.origins}
     data, unused = job.values["data"], {"name", "output"}  # which are words of sentences, too
@@ -230,7 +249,7 @@ def _complete(job: source.Document, said: list[str], open_: Collection[str]) -> 
     texts = {key: value if " " in value else f"{key} {value}" for key, value in own.items()}
     unset = [texts[key] for key in TABLE["shown"] if key in texts and key not in asked]
     if unset:
-        said.append(f"not said by the files, so shardwise's own: {', '.join(unset)}")
+        said.append(f"not read from the files, so shardwise's own: {', '.join(unset)}")
 
 
 def _until_written(said: list[str], own: dict[str, str]) -> set[str]:
@@ -254,15 +273,18 @@ def _steps(job: source.Document) -> str:
     return f"{STEPS} ({train.get('steps', share)})"
 
 
-def _fill_in(job: source.Document, said: list[str], open_: Collection[str]) -> None:
+def _fill_in(
+    job: source.Document, said: list[str], open_: Collection[str], documents: Sequence[Document]
+) -> None:
     """Write a placeholder for what a job must have."""
     for name, text in paths.FILL_IN.items():
         section, last = name.split(".")
         if last not in job.values.get(section, {}):
             source.apply(job, [f"{name}={text}"])
-            asked = any(one.startswith("to do") and one.endswith(f"write {name}") for one in said)
+            asked = any(one.startswith("to do") and re.search(_ASKS + re.escape(name), one) for one in said)
             if name not in open_ and not asked:
-                said.append(f"to do: {name}: no file says it; write it in place of {text}")
+                seen = not_followed(name, documents)
+                said.append(f"to do: {name}: not found in the files{seen}; write it in place of {text}")
 
 
 def _text(job: source.Document, files: Sequence[Path], folder: Path, said: Sequence[str]) -> str:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.foreign.suspects import decides
+from shardwise.lint.foreign.suspects import CALLBACKS, decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
+from shardwise.lint.schema import names
 from shardwise.lint.script_settings import LEARNS
-from shardwise.lint.script_text import read_python
+from shardwise.lint.script_text import read_python, without_classes
 from shardwise.lint.shell_text import OPEN
 
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
@@ -38,7 +39,9 @@ def unnamed(script: Document, documents: Sequence[Document]) -> Iterator[str]:
 
 
 def called(script: Document, documents: Sequence[Document]) -> Document:
-    """The script without the functions that no file calls, where the rest trains, or another does."""
+    """The script without callbacks, and the functions that no file calls if the rest, or another, trains."""
+    if (text := without_classes(script.text, CALLBACKS)) != script.text:
+        script = replace(read_python(text, script.name), cells=script.cells, marked=script.marked)
     body, others = ast.parse(script.text).body, "\n".join(one.text for one in documents if one is not script)
     plain = [one for one in body if isinstance(one, ast.FunctionDef) and not one.decorator_list]
     idle = {one.name: one for one in plain if not re.search(rf"(?<![\w./]){one.name}\b(?!\.py)", others)}
@@ -91,9 +94,10 @@ def without_idle(document: Document, texts: str, taken: set[str], said: list[str
     """
     keys = {key: key.rpartition(".")[2] for key, _ in leaves(document.values) if not re.search(r"\.\d", key)}
     named = {key for key, name in keys.items() if re.search(rf"\b{re.escape(name)}\b", texts)}
-    taken |= named
+    every = _TAKES_ALL.search(texts) is not None
+    taken |= named | {key for key, name in keys.items() if every and name in names("trainer_arguments")}
     idle = keys.keys() - named
-    if not named or not idle or _TAKES_ALL.search(texts):
+    if not named or not idle or every:
         return document
     values = deepcopy(dict(document.values))
     for *above, last in (key.split(".") for key in idle):

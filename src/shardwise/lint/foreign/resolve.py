@@ -15,7 +15,7 @@ import yaml
 from shardwise.job.paths import is_local
 from shardwise.job.schema import BUCKET, Train
 from shardwise.job.strategies import NAMED
-from shardwise.lint.document import Document
+from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.reads import is_choice, names_read
 from shardwise.lint.foreign.statements import Statement
 from shardwise.lint.foreign.table import TABLE
@@ -25,6 +25,8 @@ from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
 
 BATCH = "train.micro_batch, train.global_batch"
+_SEEDS = re.compile(r": (set_seed|manual_seed|seed_everything)\.")
+_COUNTS = "train.eval_every counts steps"
 _LOW = 0.1  # the first rate of a warm-up, as a share, that is as good as 0
 _OF_FILES = ("strategy.nvme_path", "strategy.bucket")  # which belong to the strategy of a DeepSpeed file
 _TOGETHER = ("name", "model.lora.variants")  # `output_dir` and `run_name`; DoRA and rsLoRA
@@ -53,6 +55,20 @@ def with_precision(stated: Sequence[Statement]) -> list[Statement]:
     if not halves:
         return [*others, *own]
     return [*(one for one in own if one.value != "fp32"), *others]
+
+
+def without_precision(setup: Setup) -> bool:
+    """Whether no file of DeepSpeed or Accelerate says a precision, and fp32 is not what follows.
+
+    TRL's arguments then compute in bf16, and `auto` takes the format of the model's files.
+    """
+    files = (*setup.of("deepspeed"), *setup.of("accelerate"))
+    said = any(one.has(key) for one in files for key in ("mixed_precision", "bf16", "bfloat16", "fp16"))
+    own = re.search(r"(?<!class )\bSFTConfig\b", setup.scripts) or AUTO in (
+        setup.training("torch_dtype"),
+        setup.training("dtype"),
+    )
+    return bool(own) and not said and setup.training("bf16") is not False
 
 
 def of_this_tool(stated: Sequence[Statement], scripts: Sequence[Document]) -> list[Statement]:
@@ -90,6 +106,23 @@ def with_last_rate(one: Statement, stated: Sequence[Statement], said: list[str])
     return one._replace(key="optimizer.final_fraction", value=share)
 
 
+def with_seed(stated: Sequence[Statement], scripts: str, said: list[str]) -> list[Statement]:
+    """The statements without the seeds of calls: the Trainer of transformers sets its own once it is made.
+
+    Where a parser fills the Trainer's arguments, `set_seed(args.seed)` has their seed.
+    """
+    own = rf"\({'(seed=)?{}' * bool(re.search(TABLE['words']['fills'], scripts))}"
+    seeds = [one for one in stated if one.key == "train.seed"]
+    lost = [one for one in seeds if _SEEDS.search(one.place)]
+    lost = [one for one in lost if re.search(rf"\b{_call(one)}{own.format(one.value)}", scripts)]
+    kept = next((one.value for one in seeds[::-1] if one not in lost), "42")
+    others = [one for one in lost if one.value not in (kept, "")]
+    said += [
+        f"left out: {one.place}: the Trainer sets its own seed ({kept}) when it is made" for one in others
+    ]
+    return [one for one in stated if one not in lost]
+
+
 def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> list[Statement]:
     """The statements, with the warm-up of the schedule that runs: the Trainer's `constant` has none.
 
@@ -123,6 +156,14 @@ def _ramps(setup: Setup, said: list[str]) -> Iterator[Statement]:
             else:
                 said.append(f"to do: {at}: its value could not be read; write optimizer.warmup_steps")
                 yield Statement("optimizer.warmup_steps", "", at, False)
+
+
+def with_labels(stated: Sequence[Statement], said: list[str]) -> list[Statement]:
+    """The statements without masks of a script's own, where the collator makes the labels again."""
+    again = any(": DataCollatorForLanguageModeling()" in one.place for one in stated)
+    lost = [one for one in stated if again and one.key == "data.loss_on" and ": masked()" in one.place]
+    said += [f"left out: {one.place}: DataCollatorForLanguageModeling makes the labels again" for one in lost]
+    return [one for one in stated if one not in lost]
 
 
 def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
@@ -176,6 +217,20 @@ def with_held_out(stated: Sequence[Statement], *, swift: bool) -> list[Statement
     files = any(one.key == "data.eval" and one.value for one in stated)
     shares = [one for one in stated if one.key == "data.eval_fraction" and files]
     return [one for one in stated if one not in shares or not (swift or as_number(one.value) == 0)]
+
+
+def swift_evaluation(stated: Sequence[Statement], saves: Any, said: list[str]) -> list[Statement]:
+    """When ms-swift evaluates the rows that are held out, where no key says it: when it saves."""
+    places = {one.key: one for one in stated if as_number(one.value) != 0}
+    held = places.get("data.eval", places.get("data.eval_fraction"))
+    if not held or "train.eval_every" in places or saves in ("no", False):
+        return []
+    if saves == "epoch":
+        said.append(f"changed: {held.place}: evaluated after epochs, as ms-swift saves: {_COUNTS}")
+        return []
+    every = places.get("train.save_every", held._replace(value="500", word=False))
+    said.append(f"assumed, as ms-swift 4 does: train.eval_every={every.value}")
+    return [every._replace(key="train.eval_every")]
 
 
 def swift_rows(parts: Mapping[str, int], said: list[str]) -> int:

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.job.paths import read_bounded
-from shardwise.lint.document import Document, UnreadableError
+from shardwise.lint.document import Document, UnreadableError, line_at
 from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.read import LARGEST_FILE_BYTES, found, read
 from shardwise.lint.shell_text import read_shell
+from shardwise.lint.shell_values import steps
 
 _LOADS, _NAME, _SECRET = (re.compile(TABLE["words"][f"variables_{one}"]) for one in ("load", "file", "not"))
-_WRITES = re.compile(
-    r"(?ms)^\s*cat\s*>\s*[\"']?([\w./-]+\.json)[\"']?\s*<<-?\s*[\"']?(\w+)[\"']?\n(.*?)^\t*\2$"
-)
+_WRITES = re.compile(TABLE["words"]["writes"], re.MULTILINE | re.DOTALL)
 VARIABLES = re.compile(r"^[\w-]*\.env(\.\w+)*$")  # the name of such a file
+_USE = re.compile(r"\$\{?(\w+)\}?")
 _ROW = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 _PLAIN = re.compile(r"""(?:"([^"$`\\]*)"|'([^'$`\\]*)'|([^\s"'$`\\;&|<>()]*))(?:\s+#.*)?$""")
 
@@ -47,13 +47,19 @@ def with_variables(command: Document, files: Sequence[Path], said: list[str]) ->
 
 
 def written(command: Document) -> Iterator[Document]:
-    """DeepSpeed's files that the script of a command writes with here-documents."""
-    for name, _, body in _WRITES.findall(command.text):
-        with suppress(UnreadableError):
-            if (made := read(body, name)).kind == "deepspeed" and not found(
-                [name], Path(command.name).parent
-            ):
-                yield made
+    """Files that the script of a command writes with here-documents: DeepSpeed's, and those that it names."""
+    named = {Path(str(value)).name for value in command.values.values()}
+    bodies = {line_at(command.text, one.start(1)): one for one in _WRITES.finditer(command.text)}
+    for part, known in steps(command.text) if bodies else ():
+        if one := bodies.get(part.line):
+            name = known.expanded(next(filter(None, one.group("file", "to")))).strip("\"'")
+            held = {} if one["quote"] else known.environment
+            body = _USE.sub(lambda use, held=held: str(held.get(use[1], use[0])), one["body"])
+            with suppress(UnreadableError):
+                made = read(body, name, other="training" if Path(name).name in named else None)
+                mine = made.kind == "deepspeed" or Path(name).name in named
+                if mine and not found([name], Path(command.name).parent):
+                    yield made
 
 
 def _value(text: str) -> str:

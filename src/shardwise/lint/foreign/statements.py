@@ -58,7 +58,7 @@ def statements(document: Document, setup: Setup, strategy: str, said: list[str])
         own = key.endswith("eos_token") and re.search(TABLE["own_eos"].get(str(value), "(?!)"), model)
         half = key.endswith("compute_dtype") and "16" in str(value)  # of the job's own 16 bits
         same = half and ("bfloat" in str(value)) is not (setup.training("fp16") is True)
-        if own or same or _is_met(key, setup, strategy):
+        if own or same or _is_met(key, setup, strategy) or (key == "get_lr.end" and value == steps):
             continue
         at = f"{document.name}:{document.line(place)}: {key}"
         near = source.nearest(place, wrong)
@@ -170,8 +170,11 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
     given_ = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
     known = {TABLE["same"].get(key, key) for key in given_}
     quantized = any(_QUANTIZES.search(one.text) for one in documents)
+    scratch = any(one.has("random weights") for one in documents)
     for document in documents:
         for place in document.marks:
+            if scratch and place == ("model_name_or_path",):
+                continue  # of a branch that loads weights
             name = TABLE["same"].get(".".join(place), ".".join(place))
             if not is_open(document, place) or (document.syntax == "python" and name in known):
                 continue  # of two files, one is enough

@@ -17,6 +17,7 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.foreign.table import TABLE, leaves, plain_number
 from shardwise.lint.read import LARGEST_FILE_BYTES
 from shardwise.lint.script_inputs import fields, name_of, options
+from shardwise.lint.script_text import without_classes
 
 _OF_DATA = TABLE["concepts_of_data"]
 _ALL = TABLE["concepts"] | _OF_DATA
@@ -27,8 +28,11 @@ _WRITE = {"batch.micro": "train.micro_batch, train.global_batch", "batch.accumul
 _STEPS = re.compile("steps?$|iter", re.IGNORECASE)
 _LORA, _OF_PEFT = re.compile("[Ll]o[Rr][aA]|(^|_)lora"), ("peft", "unsloth", "trl", "swift")
 _SET, _COMMON = re.compile(r"\b(\w+)[\"']? *[:=](?!=)"), ("model.source", "data.train", "another loss")
+CALLBACKS = re.compile(TABLE["words"]["callbacks"])
 _SEEDS = {"set_seed", "manual_seed", "seed_everything"}
-_CALLS = re.compile(rf"\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\(")
+_CALLS = re.compile(
+    rf"(?<!class )\b({'|'.join(TABLE['calls'].keys() - _SEEDS)}|from_pretrained|LoraConfig)\("
+)
 _READS, _ROWS = re.compile(TABLE["rows_are_read"]), re.compile(TABLE["files_of_rows"])
 _HELD_OUT = "data.eval_fraction"
 _OWN_LOSS = "another loss"  # which no key of a job has
@@ -95,9 +99,20 @@ def _likely(key: str, given: Sequence[tuple[Document, str, int, Any]], scripts: 
     return json.dumps(number) if fits and not (scripts and key in _OF_DATA) else ""
 
 
+def not_followed(key: str, documents: Sequence[Document]) -> str:
+    """What a script calls for the rows or the model, where that did not show which they are; else empty."""
+    makes = re.compile(TABLE["not_followed"][key])
+    for one in (one for one in documents if one.syntax == "python" and one.kind == "training"):
+        for at, row in enumerate(one.text.split("\n"), 1):
+            if called := makes.search(row):
+                return f"; {one.name}:{at}: {called[1]}() was not followed"
+    return ""
+
+
 def decides(script: Path) -> bool:
     """Whether a script may decide a part of a job: it calls a library for one, or has a setting of one."""
     text = read_bounded(script, LARGEST_FILE_BYTES).decode(errors="replace")
+    text = without_classes(without_classes(text, CALLBACKS), _METHOD)
     patterns = [one for key, one in _CONCEPTS.items() if key not in (*_COMMON, *_OF_DATA)]
     named = {name for name in _SET.findall(text) if not _OTHER.search(name)}
     return bool(_CALLS.search(text)) or any(one.search(name) for one in patterns for name in named)
@@ -177,5 +192,7 @@ def _of(node: ast.AST) -> Iterator[Setting]:
 
 
 def _constant(node: ast.expr | None) -> Any:
-    """A constant; an ellipsis for what is computed."""
+    """A constant, or the last part of a path; an ellipsis for what is computed."""
+    if isinstance(node, ast.BinOp) and isinstance(getattr(node.right, "value", None), str):
+        node = node.right if isinstance(node.op, ast.Div) else node
     return node.value if isinstance(node, ast.Constant) else ... if isinstance(node, ast.BinOp) else None

@@ -106,9 +106,8 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     word = value[0] if isinstance(value, list) and len(value) == 1 else value
     if rule == "model.lora.targets" and re.search(TABLE["words"]["module_choice"], str(word)):
         return _modules(key, str(word))
-    if rule in paths.LOCAL and (value in ("", True) or _PLACEHOLDER.fullmatch(str(value))):
-        unneeded = value in ("", True) or rule == "model.tokenizer"
-        return [] if unneeded else f"placeholder of its author; write {rule}"
+    if rule in paths.LOCAL and (lost := _no_path(rule, value)) is not None:
+        return lost
     if rule == "train.steps" and number is not None and number <= 0:
         return []  # the epochs say it
     if rule == "data.eval_fraction" and number and number >= 1:
@@ -129,6 +128,16 @@ def _taken(key: str, rule: str, value: Any, number: float | int | None) -> list[
     if isinstance(value, str) and (is_list or re.fullmatch(r"\[[\w., ]+\]", value)):
         text = json.dumps([part.strip() for part in value.strip("[]").split(",") if part.strip()])
     return [f"{rule}={text}"]
+
+
+def _no_path(rule: str, value: Any) -> list[str] | str | None:
+    """What is said where a value is no file, folder or name of a hub; None where it may be one."""
+    if value in ("", True) or _PLACEHOLDER.fullmatch(str(value)):
+        unneeded = value in ("", True) or rule == "model.tokenizer"
+        return [] if unneeded else f"placeholder of its author; write {rule}"
+    if rule == "model.source" and str(value).endswith(".json"):
+        return "prepare a folder with this file as its config.json, and name it in model.source"
+    return None
 
 
 def _modules(key: str, word: str) -> list[str] | str:
@@ -173,6 +182,11 @@ def leaves(values: Any, above: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{above}.{name}" if above else str(name))
     else:
         yield above, values
+
+
+def names_rows(value: Any) -> bool:
+    """Whether a value is a file or a data set of a hub, and no word among which a script chooses."""
+    return paths.is_local(str(value)) or re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) is not None
 
 
 def run_name(path: Path) -> str:
