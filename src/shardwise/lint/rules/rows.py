@@ -9,11 +9,13 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.families import named_models
-from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.training import calls, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.setup import ModelFacts, Setup
 
 _JOINED, _TOKENIZES, _OF_TWO = map(pattern, ("joined", "tokenizes", "encodes_and_decodes"))
+_CROSS_ENTROPY = re.compile(r"\bcross_entropy$|(^|\.)CrossEntropyLoss(\(.*\)$| )")
 _OF_CHATS = re.compile(r"'(messages|conversations|prompt|completion)'")
 _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
 
@@ -59,16 +61,20 @@ def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
 
 
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss shifts the labels itself")
-def shift_of_labels(document: Document, _: Setup) -> Iterator[Hit]:
+def shift_of_labels(document: Document, setup: Setup) -> Iterator[Hit]:
     """A causal model's logits at a token are for the next one: the labels are shifted once, by its loss."""
-    causal = _CAUSAL.search(text := ast.unparse(tree_of(document)))
+    code = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    causal, text = _CAUSAL.search(code), ast.unparse(tree_of(document))
     parts = [p for p in ast.walk(tree_of(document)) if isinstance(p, ast.Slice) and ast.unparse(p) == "1:"]
     if causal and parts and _TWICE.search(text):
         what = "the model's loss shifts the labels once more: each token learns the one after the next"
         yield Hit((), what, "input_ids and labels of the same tokens", line=parts[0].lineno)
-    for call in calls(document, "cross_entropy") if causal and not _SHIFTS.search(text) else ():
-        given = [ast.unparse(one) + ast.unparse(values_of(document).meant(one)) for one in call.args[:2]]
-        if len(given) == 2 and "logits" in given[0] and re.search("label|input_ids", given[1]):
+    known, made = values_of(document), made_by(document)
+    for call in within(tree_of(document)) if causal and not _SHIFTS.search(code) else ():
+        by = ast.unparse(call.func)  # `F.cross_entropy`, `loss_fct`, `nn.CrossEntropyLoss(...)`
+        given = [ast.unparse(one) + ast.unparse(known.meant(one)) for one in call.args[:2]]
+        loss = _CROSS_ENTROPY.search(f"{made.get(by, '')} {by}") and len(given) == 2
+        if loss and "logits" in given[0] and re.search("label|input_ids", given[1]):
             what = "nothing shifts logits and labels: the model learns to repeat its input"
             yield Hit((), what, "logits[:, :-1] and labels[:, 1:]", severity="warning", line=call.lineno)
 
