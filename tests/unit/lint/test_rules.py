@@ -216,6 +216,15 @@ trainer = Trainer(model, TrainingArguments('out', save_strategy='no'), {}train_d
 trainer.train()
 trainer.{}()
 """
+UNREAD = """from dataclasses import dataclass
+from transformers import HfArgumentParser
+@dataclass
+class Settings:
+    lr: float = 1e-4
+    warmup: int = 10
+settings = HfArgumentParser(Settings).parse_args_into_dataclasses()[0]
+print(settings.lr, {})
+"""
 SPLIT = """import torch
 from mine import data, model
 model = torch.nn.parallel.DistributedDataParallel(model)
@@ -1100,6 +1109,7 @@ CASES = (
         "evaluates-without-rows", ENDS.format("", "evaluate"), ENDS.format("eval_dataset=rows, ", "evaluate")
     ),
     Case("nothing-is-saved", ENDS.format("", "train"), ENDS.format("", "save_model")),
+    Case("settings-nobody-reads", UNREAD.format("1"), UNREAD.format("settings.warmup")),
     Case(
         "zeus-monitor-of-all-gpus",
         f"{ZEUS}monitor = ZeusMonitor()\n",
