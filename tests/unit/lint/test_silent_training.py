@@ -322,3 +322,56 @@ def test_a_file_of_variables_that_a_command_loads(tmp_path: Path, loaded: str, f
     """The default of `${NPROC:-4}` is its value where nothing sets it."""
     files = {"run_sh": LAUNCH.format(loaded), "env_sh": file}
     assert of_rule(tmp_path, "more-processes-than-devices", **files) == [("error", 5)] * found
+
+
+ROWS = """from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tok = AutoModelForCausalLM.from_pretrained("x"), AutoTokenizer.from_pretrained("x")
+
+def rows(batch):
+    prompts, answers = [], []
+    for question, answer in zip(batch["question"], batch["answer"]):
+        {}
+        answers.append(answer + tok.eos_token)
+    read = tok(prompts, padding="max_length")
+    labels = tok(answers, padding="max_length")["input_ids"]
+    read["labels"] = labels
+    return read
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "lines"),
+    [
+        ("prompts.append('Q: ' + question)", []),  # of one `zip`: both may be in both
+        ("prompts.append(question + answer)", []),
+        ("prompt = 'Q: ' + question\n        prompt += answer\n        prompts.append(prompt)", []),
+    ],
+)
+def test_texts_that_a_function_puts_together(tmp_path: Path, made: str, lines: list[int]) -> None:
+    found = of_rule(tmp_path, "labels-of-another-text", train_py=ROWS.format(made))
+    assert found == [("error", at) for at in lines]
+
+
+APART = """
+    prompts = ["Q: " + q for q in batch["question"]]
+    answers = [a + tok.eos_token for a in batch["answer"]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ("", [9]),
+        ("    prompts = [q + a for q, a in zip(prompts, batch['answer'])]\n", []),
+        ("    read = tok([q + a for q, a in zip(prompts, answers)])\n", []),
+        ("    labels = [[-100] * 3 + one for one in labels]\n", []),
+    ],
+)
+def test_labels_of_another_field(tmp_path: Path, more: str, lines: list[int]) -> None:
+    head, rest = ROWS.split("    prompts, answers = [], []\n")
+    below = rest[rest.index("    read = ") :]
+    first, last = below.split('    read["labels"]')
+    parts = [first, more] if "labels" in more else [more, first]
+    text = head + APART.lstrip("\n") + "".join(parts) + '    read["labels"]' + last
+    found = of_rule(tmp_path, "labels-of-another-text", train_py=text)
+    assert found == [("error", at) for at in lines]

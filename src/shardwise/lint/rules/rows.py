@@ -16,6 +16,7 @@ from shardwise.lint.setup import ModelFacts, Setup
 
 _JOINED, _TOKENIZES, _OF_TWO = map(pattern, ("joined", "tokenizes", "encodes_and_decodes"))
 _CROSS_ENTROPY = re.compile(r"\bcross_entropy$|(^|\.)CrossEntropyLoss(\(.*\)$| )")
+_ADDED = re.compile(r" \+=? ")
 _OF_CHATS = re.compile(r"'(messages|conversations|prompt|completion)'")
 _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
 
@@ -90,6 +91,37 @@ def _tokenised(node: ast.AST, given: dict[str, ast.expr], deep: int = 4) -> set[
     return found
 
 
+def _fields(name: str, function: ast.FunctionDef, deep: int = 6) -> set[str]:
+    """The texts, such as names of fields, in what a name is made of."""
+    found = set[str]()
+    for node in ast.walk(function) if deep else ():
+        match node:
+            case ast.Assign(targets=[target], value=value) | ast.AugAssign(target=target, value=value):
+                pass
+            case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                pass
+            case ast.Call(func=ast.Attribute(value=target, attr="append"), args=[value]):
+                pass
+            case _:
+                continue
+        if re.search(rf"\b{re.escape(name)}\b", ast.unparse(target)):
+            parts = [*ast.walk(value)]
+            found |= {
+                one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            }
+            others = {one.id for one in parts if isinstance(one, ast.Name)} - {name}
+            found |= {text for other in others for text in _fields(other, function, deep - 1)}
+    return {one for one in found if one.isidentifier()}
+
+
+def _apart(ids: str, labels: str, function: ast.FunctionDef) -> bool:
+    """Whether texts that are put together from parts have no field in common; of plain fields, True."""
+    if not _ADDED.search(ast.unparse(function)):
+        return True
+    fields = _fields(ids, function), _fields(labels, function)
+    return all(fields) and not fields[0] & fields[1] and ids.isidentifier() and labels.isidentifier()
+
+
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: a label for each input id")
 def labels_of_another_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """A causal model predicts its own input: labels of another text fit no position of it."""
@@ -110,8 +142,11 @@ def labels_of_another_text(document: Document, setup: Setup) -> Iterator[Hit]:
                     both = {"labels", "input_ids"} <= fields.keys()
                     rows |= {k: [fields[k]] for k in ("labels", "input_ids")} if both else {}
         ids, labels = (_tokenised(ast.List(rows.get(k, [])), given) for k in ("input_ids", "labels"))
-        if len(ids) == len(labels) == 1 and ids != labels and not _JOINED.search(ast.unparse(one)):
-            what = f"the labels are the tokens of {labels.pop()}, and the input ids those of {ids.pop()}: "
+        if len(ids) != 1 or len(labels) != 1 or ids == labels or _JOINED.search(ast.unparse(one)):
+            continue
+        (text,), (answer,) = ids, labels
+        if _apart(text, answer, one):
+            what = f"the labels are the tokens of {answer}, and the input ids those of {text}: "
             what += "the loss compares each position with a token of the other text"
             fix = "prompt and answer joined as input ids; their copy, with -100 for the prompt, as labels"
             yield Hit((), what, fix, line=rows["labels"][0].lineno)

@@ -20,7 +20,7 @@ from shardwise.lint.setup import Setup
 _LOADS = {"yaml": re.compile(r"(yaml|OmegaConf)\.\w*load\w*$"), "json": re.compile(r"\bjson\.loads?$")}
 _LOADERS = ("safe_load", "full_load", "load", "loads")
 _PARSES = ("parse_args", "parse_known_args", "parse_args_into_dataclasses")
-_OTHERS, _OF_LAUNCHERS = pattern("other_parsers"), names("flags_of_launchers")
+_OTHERS, _NEED_NONE = pattern("other_parsers"), names("need_no_reader")
 _SHOWN = 8  # names in one finding
 
 
@@ -77,7 +77,7 @@ def settings_nobody_reads(document: Document, setup: Setup) -> Iterator[Hit]:
     words = read.words | _words_elsewhere(setup, document)
     asked = [((name,), line) for name, line in parsed] + [(key, document.line(key)) for key in keys]
     closed = [row for row in asked if not any(row[0][:n] in read.open for n in range(len(row[0])))]
-    unread = [row for row in closed if row[0][-1] not in words and row[0][-1].lower() not in _OF_LAUNCHERS]
+    unread = [row for row in closed if row[0][-1] not in words and row[0][-1].lower() not in _NEED_NONE]
     if unread and 3 * len(unread) <= 2 * len(asked):  # else the scripts are not those of this file
         said = [f"`{'.'.join(key)}`" for key, _ in unread]
         more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
