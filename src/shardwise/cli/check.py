@@ -11,7 +11,8 @@ from shardwise.cli.options import AsJson, RowLength, planning, write_no_more
 
 WRONG = 2
 
-FILES = typer.Argument(metavar="FILE...", help="Files of one training, checked together.", show_default=False)
+_FILES = "Files of one training, checked together; its requirements.txt, too, if it is in another folder."
+FILES = typer.Argument(metavar="FILE...", help=_FILES, show_default=False)
 GPUS = typer.Option(metavar="GPUS", help="What it runs on: 4xRTX4080, 2x8xH100, 4x24GB.")
 MODEL = typer.Option(metavar="MODEL", help="Hub id, folder or known name; with --gpus: does it fit?")
 READER = typer.Option(help="Library that reads the DeepSpeed JSON.  [default: inferred from the other files]")

@@ -27,6 +27,7 @@ from shardwise.lint.read import (
     read,
     referred,
     text_of,
+    with_loaded,
 )
 from shardwise.lint.rules import RULES, versions
 from shardwise.lint.rules.arguments import tool_of
@@ -96,6 +97,8 @@ def load(
             if os.path.realpath(path) not in seen:
                 seen[os.path.realpath(path)] = path
                 waiting.append(path)
+    if other is None:
+        documents = [with_loaded(one, files) for one in documents]
     return tuple(documents), tuple(broken)
 
 

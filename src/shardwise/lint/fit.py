@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from shardwise.engines import descriptor
-from shardwise.errors import JobError
+from shardwise.errors import JobError, MachineError
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.lint.check import Checked
@@ -114,7 +114,7 @@ def fit_of(
             left = [change for change in asked.changes if change.partition("=")[0] not in LEFT_OPEN]
             other = sketch(model, [*left, *changes], world_size=hardware.world_size)
             nearest = _nearest(plan, make_plan(other.job, hardware))
-    except JobError as error:
+    except (JobError, MachineError) as error:  # the findings about the files stay
         return Fit(unavailable="; ".join(problem.what for problem in error.problems))
     return Fit(
         option=plan.options[0],

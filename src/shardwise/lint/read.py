@@ -23,6 +23,7 @@ LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
 _MODULE = pattern("module")  # of no launcher
+_LOADS = re.compile(r"(?m)^[^#\n]*(?:\bsource|\.|xargs)(?:[ \t]|\))")  # variables of another file
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
 # what only IPython reads, with the lines that a backslash joins: `!ls`, `%cd ..`, `x = !ls`, `pip install`
@@ -212,6 +213,15 @@ def referred(document: Document) -> list[str]:
             both.add("config")
         named += [str(document.get(name)) for name in sorted(both) if document.has(name)]
     return [_VARIABLE.sub("", value) for value in named]
+
+
+def with_loaded(document: Document, files: Sequence[Path]) -> Document:
+    """A launch command with the variables of the files that it loads: `source env.sh`."""
+    if document.syntax != "shell" or not _LOADS.search(document.text):
+        return document
+    from shardwise.lint.foreign.sources import with_variables  # which imports this module
+
+    return replace(with_variables(document, files, [], certain=True), text=document.text)
 
 
 def found(files: Sequence[str], folder: Path) -> list[Path]:

@@ -156,7 +156,7 @@ CLIPS = "accelerator.backward(loss)\ntorch.nn.utils.clip_grad_norm_(m.parameters
         (TRAINER + HALF.format("'float16'") + FP16, "", 1),
         (TRAINER + "half = torch.float16\n" + HALF.format("half") + FP16, "", 1),
         (TRAINER + HALF.format("torch.float16") + FP16.replace("(model, ", "(x=1, model=model, y="), "", 1),
-        (TRAINER + HALF.format("torch.bfloat16") + FP16, "", 0),
+        (TRAINER + HALF.format("torch.bfloat16") + FP16, "", 1),
         (TRAINER + HALF.format("torch.float32") + FP16, "", 0),
         (TRAINER + HALF.format("torch.float16") + FP16.replace("fp16", "bf16"), "", 0),
         (TRAINER + HALF.format("torch.float16") + "model = get_peft_model(model, c)\n" + FP16, "", 0),

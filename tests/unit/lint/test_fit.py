@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.errors import MachineError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
@@ -210,3 +211,12 @@ def test_what_is_missing_for_a_prediction_is_named(gpus: str, script: str, missi
     fit = fit_of(setup, "llama-2-7b", [], hardware, planner(rows_and_blocks))
     assert fit.option is None
     assert missing in fit.unavailable
+
+
+def test_a_model_that_cannot_be_looked_at_leaves_the_findings() -> None:
+    def unreachable(job: Job, hardware: Hardware) -> Plan:
+        raise MachineError("x/y is not on this machine, and the hub cannot be reached")
+
+    setup = Setup(documents=(read(ALONE, "train.py"),), asked_world_size=1)
+    fit = fit_of(setup, "x/y", [], parse_hardware("1xRTX4090"), unreachable)
+    assert fit.lines() == ["fit: not known: x/y is not on this machine, and the hub cannot be reached"]

@@ -203,6 +203,28 @@ for row in rows:
         optimizer.step()
     optimizer.zero_grad()
 """
+UNITS = """from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import fully_shard
+model = AutoModelForCausalLM.from_pretrained('x')
+for block in model.model.layers:
+    {}
+fully_shard(model)
+"""
+ENDS = """from transformers import Trainer, TrainingArguments
+from mine import model, rows
+trainer = Trainer(model, TrainingArguments('out', save_strategy='no'), {}train_dataset=rows)
+trainer.train()
+trainer.{}()
+"""
+UNREAD = """from dataclasses import dataclass
+from transformers import HfArgumentParser
+@dataclass
+class Settings:
+    lr: float = 1e-4
+    warmup: int = 10
+settings = HfArgumentParser(Settings).parse_args_into_dataclasses()[0]
+print(settings.lr, {})
+"""
 SPLIT = """import torch
 from mine import data, model
 model = torch.nn.parallel.DistributedDataParallel(model)
@@ -1076,12 +1098,18 @@ CASES = (
         "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    m(row).backward()\n",
         "from x import *\nddp = DistributedDataParallel(m)\nfor row in rows:\n    ddp(row).backward()\n",
     ),
+    Case("model-is-one-unit", UNITS.format("pass"), UNITS.format("fully_shard(block)")),
     Case("one-process-trains-alone", ALONE.format("dist.get_rank() == 0"), ALONE.format("row.last")),
     Case(
         "split-of-each-process",
         SPLIT.format(""),
         SPLIT.format(", generator=torch.Generator().manual_seed(0)"),
     ),
+    Case(
+        "evaluates-without-rows", ENDS.format("", "evaluate"), ENDS.format("eval_dataset=rows, ", "evaluate")
+    ),
+    Case("nothing-is-saved", ENDS.format("", "train"), ENDS.format("", "save_model")),
+    Case("settings-nobody-reads", UNREAD.format("1"), UNREAD.format("settings.warmup")),
     Case(
         "zeus-monitor-of-all-gpus",
         f"{ZEUS}monitor = ZeusMonitor()\n",

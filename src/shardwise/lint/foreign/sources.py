@@ -21,8 +21,13 @@ _ROW = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 _PLAIN = re.compile(r"""(?:"([^"$`\\]*)"|'([^'$`\\]*)'|([^\s"'$`\\;&|<>()]*))(?:\s+#.*)?$""")
 
 
-def with_variables(command: Document, files: Sequence[Path], said: list[str]) -> Document:
-    """The command with the variables of the files that its script loads: of those given, or near it."""
+def with_variables(
+    command: Document, files: Sequence[Path], said: list[str], *, certain: bool = False
+) -> Document:
+    """The command with the variables of the files that its script loads: of those given, or near it.
+
+    `certain`: only of files that do nothing but set them.
+    """
 
     def assigned(loads: re.Match[str]) -> str:
         words = loads["file"] or loads["of"]
@@ -35,8 +40,11 @@ def with_variables(command: Document, files: Sequence[Path], said: list[str]) ->
         near = [one for name in names for up in (folder, folder.parent) for one in found([name], up)]
         if not (path := next(iter(given + near), None)):
             return loads[0]
+        text = read_bounded(path, LARGEST_FILE_BYTES).decode(errors="replace")
+        rows = _ROW.findall(text)
+        if certain and len(rows) != len(re.findall(r"(?m)^[ \t]*[^#\s]", text)):
+            return loads[0]
         said.append(f"assumed: {command.name} reads {path.name}")
-        rows = _ROW.findall(read_bounded(path, LARGEST_FILE_BYTES).decode(errors="replace"))
         made = (f"{name}={_value(value)}" for name, value in rows if not _SECRET.search(name))
         return f"export {' '.join(made)}" + "\n" * loads[0].count("\n")
 

@@ -59,6 +59,12 @@ def named_models(setup: Setup) -> set[str]:
     return {one for one in found if isinstance(one, str) and "." * 3 not in one} - {""}
 
 
+def has_no_spare_rows(document: Document, setup: Setup) -> bool:
+    """Whether the named model's embedding has the tokens of its tokenizer alone, and no chat markers."""
+    named = {str(document.get("model_name_or_path")), *named_models(setup)}
+    return any(part.startswith(names("no_spare_rows")) for one in named for part in one.lower().split("/"))
+
+
 def model_of(setup: Setup) -> ModelFacts | None:
     """The model of the setup; else the only one that the files name, if its family is certain."""
     if setup.model and setup.model.model_type:

@@ -28,6 +28,9 @@ _MODULE = pattern("started_module")
 _BEFORE = "before the script's name: it is the launcher's"
 _SBATCH = re.compile(r"(?m)^#SBATCH[ \t]+\S+")
 _SRUN_EACH = re.compile(r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-N|-n|--nodes|--ntasks)[ =]?1\b))")
+_SRUN_DEEPSPEED = re.compile(
+    r"(?m)^[^#\n]*\bsrun\b(?!.* (?:-w|--nodelist|(?:-n|--ntasks)[ =]?1\b))(.*?)\bdeepspeed\s"
+)
 _IN_EACH = re.compile(r"\b(?:ba)?sh[ \t]+-l?c\b|\.sh\b")  # a shell of its own on each node
 _ONE_RANK = re.compile(r"0 |.*\$\{?SLURM_(?:NODEID|PROCID|LOCALID)\b")
 _OF_RANKS, _SETS_RANKS, _OF_NODES = map(pattern, ("reads_ranks", "sets_ranks", "of_nodes"))
@@ -59,6 +62,14 @@ def nodes_without_hostfile(document: Document, _: Setup) -> Iterator[Hit]:
     """The deepspeed launcher knows other machines from a hostfile only, and starts them all by itself."""
     if document.get("launcher") != "deepspeed":
         return
+    by_srun = _SRUN_DEEPSPEED.search(text := document.text.replace("\\\n", " "))
+    own = re.search(r"\s(?:--nodes[ =]|-N[ =]?)(\d+)", by_srun[1]) if by_srun else None
+    nodes = own[1] if own else header(document).get("nodes", "1") if by_srun else "1"
+    joined = document.has(OPEN) or re.search("(?i)hostfile|node_rank|launcher[ =]", text)
+    if nodes.isdecimal() and int(nodes) > 1 and not joined:
+        what = f"srun starts deepspeed on {nodes} nodes, and without a hostfile each trains on its own"
+        fix = "srun torchrun --nnodes ... with one task per node; or --hostfile, and deepspeed without srun"
+        yield Hit((), what, fix, line=document.line(("launcher",)))
     if (document.number("num_nodes") or 1) > 1 and not (document.has("hostfile") or document.has("H")):
         what = "--num_nodes without --hostfile: deepspeed stops, unless there is a /job/hostfile"
         yield Hit(("num_nodes",), what, "--hostfile FILE with a line `HOST slots=GPUS` for each node")

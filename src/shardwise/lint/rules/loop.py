@@ -8,11 +8,12 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.branches import branches, spelled_out
-from shardwise.lint.rules.families import named_models
+from shardwise.lint.rules.families import has_no_spare_rows
 from shardwise.lint.rules.training import (
     calls,
     is_optimizer,
     known_values,
+    modules_of,
     tree_of,
     values_of,
     within,
@@ -35,8 +36,10 @@ _HELD = re.compile(r"([\w.]+?)(?:\.module)?\.(?:parameters|state_dict|save_pretr
 _WAITS = {name: re.compile(r"(trainer|accelerator|engine|initialize)\b") for name in names("wait_in_shards")}
 _WAITS |= {name: re.compile(r"(engine|initialize)\b") for name in names("wait_in_engines")}
 _WAITS |= {name: re.compile(r"\b(dist|distributed|comm|accelerator)\b") for name in names("wait_for_all")}
+_WAITS |= dict.fromkeys(names("wait_in_checkpoints"), re.compile(r"\bdist\w*\.checkpoint|\bdcp\b"))
 _STEPS = re.compile(r"^ *(?!\S*sched)[\w.]+\.step\(", re.MULTILINE)
 _ZEROES = re.compile(r"zero_grad|foreach_zero|\.grad\s*=\s*None|grad\.zero_|deepspeed\.init|[Ll]ightning")
+_ALONE = {"group", "state_dict", "no_dist", "process_group"}  # arguments of what may be for one process
 _OF_FSDP = ("get_state_dict", "save_state")  # an Accelerator gathers in these
 _COUNTS = ("gradient_accumulation_steps", "num_steps")  # of an Accelerator and its plugin
 _UNWRAPS = re.compile(r"[\w.]*\bunwrap_model\([^()]*\)")
@@ -100,8 +103,8 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
 def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
     program, made = tree_of(document), made_by(document)
-    engine = zero_stage(setup) is not None or any(one.section(DS) for one in setup.of("accelerate"))
-    engine |= bool(setup.of("deepspeed"))
+    engine = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    engine = engine or zero_stage(setup) is not None
     texts = " ".join(one.text for one in setup.of("training"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(texts) else ():
         place, name = around(program, call), stepped(call)
@@ -185,12 +188,6 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, "model.resize_token_embeddings(len(tokenizer))", line=call.lineno)
 
 
-def has_no_spare_rows(document: Document, setup: Setup) -> bool:
-    """Whether the named model's embedding has the tokens of its tokenizer alone, and no chat markers."""
-    named = {str(document.get("model_name_or_path")), *named_models(setup)}
-    return any(part.startswith(names("no_spare_rows")) for one in named for part in one.lower().split("/"))
-
-
 def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
     program, made = ast.unparse(tree_of(document)), dict[str, str]()
@@ -208,6 +205,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     made, stage, texts = made_by(document), zero_stage(setup), " ".join(d.text for d in setup.documents)
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
+    modules = modules_of(document)
     parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row}
     wraps = [*calls(document, "fully_shard", "FullyShardedDataParallel")]
     for where, body, others in branches(document):
@@ -216,14 +214,15 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
             owner, _, last = (said := ast.unparse(call.func)).rpartition(".")
             sharded = stage == 3 or full or (last == "save_state" and stage is not None)
             sharded |= last in _OF_FSDP and any(one.section(FSDP) for one in setup.of("accelerate"))
-            waits = last in _WAITS and _WAITS[last].search(f"{made.get(owner, '')} {owner}".lower())
+            by = f"{made.get(owner, '')} {modules.get(owner or last, '')}.{owner}".lower()
+            waits = last in _WAITS and _WAITS[last].search(by)
             held = said in parts or (owner in parts and last in names("wait_in_fsdp"))
             held = held and any(one.lineno < call.lineno and not known.flow.apart(one, call) for one in wraps)
             gathers = last in names("wait_in_shards")
             certain = not gathers or (sharded and f"def {last}(" not in texts)
             lower = gathers and any(elsewhere(*one, known) for one in known.flow.taken(call))  # than 3
-            given = {one.arg for one in call.keywords}  # a gathered `state_dict=` is written, and no more
-            if (held or (waits and certain)) and not lower and not given & {"group", "state_dict"}:
+            given = {one.arg for one in call.keywords}
+            if (held or (waits and certain)) and not lower and not given & _ALONE:
                 found[call.lineno] = said, where
     # where the others call it too, they meet
     alone = {line: one for line, one in found.items() if one[0].rpartition(".")[2] not in others_call}

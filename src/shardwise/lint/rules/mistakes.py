@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.lint.document import Document, line_at
-from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import tool_of
-from shardwise.lint.rules.loop import SHARDED, around, has_no_spare_rows, made_by
+from shardwise.lint.rules.families import has_no_spare_rows
+from shardwise.lint.rules.loop import SHARDED, around, made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
@@ -29,6 +30,7 @@ _SWAPPED = pattern("swapped")
 _PADS_LEFT, _FROM_LEFT = map(pattern, ("pads_left", "masked_from_left"))
 _TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
 _ANSWERED = re.compile(r"'role': 'assistant'[^{}]*\}\]$")
+_NO_SHARD = re.compile(r"(?i)(\.|= ?)['\"]?no_shard\b")  # chosen, and not one of several
 _GENERATES, _OF_OTHERS, _PASSES = *map(pattern, ("generates", "imports_of_others")), pattern("passes").pattern
 _NAMED_CHECKPOINT = re.compile(r"(checkpoint[-_])?(last|latest|best|final|newest)")
 
@@ -278,7 +280,7 @@ def one_device_for_all_ranks(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), fix="device_ids=[local_rank]", line=call.lineno)
 
 
-@training_rule("error", "torch/amp/grad_scaler.py: unscale_")
+@loop_rule("error", "torch/amp/grad_scaler.py: unscale_")
 def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
     """Clipping before `scaler.unscale_` sees gradients times the loss scale: almost nothing is left."""
     scaled = re.search(r"\bscale\(\w*loss\w*\)\.backward\(", document.text)
@@ -288,7 +290,7 @@ def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
     wraps = [*calls(document, "FullyShardedDataParallel")]
     parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row if wraps}
-    for call in clips if "no_shard" not in document.text.lower() else ():
+    for call in clips if not _NO_SHARD.search(ast.unparse(tree_of(document))) else ():
         held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
         apart = any(values_of(document).flow.apart(one, call) for one in wraps)
         if held and not apart and "_norm_" in ast.unparse(call.func):

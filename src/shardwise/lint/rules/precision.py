@@ -17,6 +17,7 @@ from shardwise.lint.setup import Setup
 BF16, FP16, AUTOCAST = ("bf16", "enabled"), ("fp16", "enabled"), ("torch_autocast", "enabled")
 _HALF = ("torch.float16", "torch.half", "'float16'")
 _MASTERS = re.compile(r"(?i)lora|peft|bitsandbytes|load_in_|\.float\(\)|float32|deepspeed|fsdp|fully_shard")
+_ADAPTERS = re.compile("(?i)lora|peft")
 _STEPS_ITSELF = re.compile(r"\.backward\(\)(?:.*\n)*? *[\w.]+\.step\(")
 _EXACT, _IN_BF16 = pattern("exact_steps"), re.compile(r"torch\.bfloat16\b|'bfloat16'|\.bfloat16\(\)")
 _FINE = 1e-4  # learning rates up to it are those of fine-tuning: bf16 keeps no such step of most weights
@@ -182,6 +183,15 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
             what = "the optimizer updates fp16 weights: small gradients become 0, "
             what += "and Adam's eps 1e-8 does, too"
             yield Hit((), what, "fp32 weights and autocast, or bf16", severity="warning", line=call.lineno)
+    kept, text = re.search(r"modules_to_save=(?!None)", program), _ADAPTERS.sub("", text)
+    on = asked or (scaler and "enabled=" not in text)  # an adapter is kept in fp32, and such a module is not
+    for name, line, _ in _models_in_bf16(document, setup) if on and (kept or trains) else ():
+        used = re.search(rf"\b{name}\.parameters\(|Trainer\((.*\bmodel=)?{name}[,)]", program)
+        if used and not _MASTERS.search(text):
+            what = "the weights are bf16, and fp16 scales the gradients: on a GPU the first step stops with "
+            what += "NotImplementedError, `_amp_foreach_non_finite_check_and_unscale_cuda`"
+            source = "aten/src/ATen/native/cuda/AmpKernels.cu; pytorch issue 127176"
+            yield Hit((), what, "bf16=True instead of fp16; or fp32 weights", line=line, source=source)
     program = program if asked and not scaler else ""
     scaled = "Accelerator(" in program and "unscale" not in program
     for call in calls(document, "clip_grad_norm_", "clip_grad_value_") if scaled else ():

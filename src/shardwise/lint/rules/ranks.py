@@ -24,6 +24,8 @@ _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
 _EARLY, _DDP = pattern("early"), pattern("wraps_in_ddp")
+_PARTS = re.compile(r"auto_wrap|\bwrap\(|GRAD_OP|NO_SHARD|HYBRID|after_forward *= *False")
+_PRETRAINED = r"(?m)^ *{} = ([\w.]+\.)?(AutoModel\w*|[A-Z]\w+For[A-Z]\w+|\w+LMHeadModel)(\.from_\w+)?\("
 _SAVES_ITSELF = re.compile(r"FullySharded\w+\(|fully_shard\(|deepspeed\.|Accelerator\(|[Ll]ightning|Fabric\(")
 _OF_ONE = pattern("of_one")
 _LEAVES = re.compile(r"if ([^\n]*):\n\s*(?:return|continue)\b")  # a condition for what follows
@@ -246,6 +248,35 @@ def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
         for call in [one for one in trains if ast.unparse(one.func) == model and not used][:1]:
             what = f"`{model}` is called, and not `{wrapper}`: no gradients are averaged between processes"
             yield Hit((), what, f"{wrapper}(...)", line=call.lineno)
+    wrapped = [name for name, by in made_by(document).items() if by.endswith("DistributedDataParallel")]
+    plain = {part for one in ast.walk(program) if _without_gradients(one) for part in ast.walk(one)}
+    called = {ast.unparse(one.func): one for one in reversed(trains) if one not in plain}
+    for name in wrapped if setup.world_size != 1 else ():
+        past = called.get(f"{name}.module")
+        if past and not {name, f"{name}.forward"} & called.keys():
+            what = f"`{name}.module` is called, and not `{name}`: no gradients are averaged between processes"
+            yield Hit((), what, f"{name}(...)", line=past.lineno)
+
+
+def _without_gradients(node: ast.AST) -> bool:
+    rows = [ast.unparse(one) for one in node.items] if isinstance(node, ast.With) else []
+    return any(re.search("no_grad|inference_mode", row) for row in rows)
+
+
+@loop_rule("warning", "torch/distributed/fsdp: a call wraps one group, which is gathered at once")
+def model_is_one_unit(document: Document, setup: Setup) -> Iterator[Hit]:
+    """FSDP wraps the model, and not its blocks: the forward pass gathers all weights at once."""
+    program = tree_of(document)
+    wraps = [*calls(document, "fully_shard", "FullyShardedDataParallel")]
+    own = len(wraps) == 1 and not _PARTS.search(re.sub(r"(?m)^\s*#.*", "", setup.scripts))
+    loops = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.ListComp))
+    if setup.world_size == 1 or not own or any(wraps[0] in [*within(one)] for one in loops):
+        return
+    model = ast.unparse(wraps[0].args[0]) if wraps[0].args else ""
+    if model and re.search(_PRETRAINED.format(re.escape(model)), ast.unparse(program)):
+        fix = "fully_shard of each block, before it"
+        fix = "auto_wrap_policy= with the class of its blocks" if "Fully" in ast.unparse(wraps[0]) else fix
+        yield Hit((), fix=fix, line=wraps[0].lineno)
 
 
 def _trained(

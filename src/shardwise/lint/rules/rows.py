@@ -9,11 +9,14 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.families import named_models
-from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.rules.loop import made_by
+from shardwise.lint.rules.training import calls, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.setup import ModelFacts, Setup
 
 _JOINED, _TOKENIZES, _OF_TWO = map(pattern, ("joined", "tokenizes", "encodes_and_decodes"))
+_CROSS_ENTROPY = re.compile(r"\bcross_entropy$|(^|\.)CrossEntropyLoss(\(.*\)$| )")
+_ADDED = re.compile(r" \+=? ")
 _OF_CHATS = re.compile(r"'(messages|conversations|prompt|completion)'")
 _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
 
@@ -59,16 +62,20 @@ def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
 
 
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss shifts the labels itself")
-def shift_of_labels(document: Document, _: Setup) -> Iterator[Hit]:
+def shift_of_labels(document: Document, setup: Setup) -> Iterator[Hit]:
     """A causal model's logits at a token are for the next one: the labels are shifted once, by its loss."""
-    causal = _CAUSAL.search(text := ast.unparse(tree_of(document)))
+    code = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    causal, text = _CAUSAL.search(code), ast.unparse(tree_of(document))
     parts = [p for p in ast.walk(tree_of(document)) if isinstance(p, ast.Slice) and ast.unparse(p) == "1:"]
     if causal and parts and _TWICE.search(text):
         what = "the model's loss shifts the labels once more: each token learns the one after the next"
         yield Hit((), what, "input_ids and labels of the same tokens", line=parts[0].lineno)
-    for call in calls(document, "cross_entropy") if causal and not _SHIFTS.search(text) else ():
-        given = [ast.unparse(one) + ast.unparse(values_of(document).meant(one)) for one in call.args[:2]]
-        if len(given) == 2 and "logits" in given[0] and re.search("label|input_ids", given[1]):
+    known, made = values_of(document), made_by(document)
+    for call in within(tree_of(document)) if causal and not _SHIFTS.search(code) else ():
+        by = ast.unparse(call.func)  # `F.cross_entropy`, `loss_fct`, `nn.CrossEntropyLoss(...)`
+        given = [ast.unparse(one) + ast.unparse(known.meant(one)) for one in call.args[:2]]
+        loss = _CROSS_ENTROPY.search(f"{made.get(by, '')} {by}") and len(given) == 2
+        if loss and "logits" in given[0] and re.search("label|input_ids", given[1]):
             what = "nothing shifts logits and labels: the model learns to repeat its input"
             yield Hit((), what, "logits[:, :-1] and labels[:, 1:]", severity="warning", line=call.lineno)
 
@@ -82,6 +89,37 @@ def _tokenised(node: ast.AST, given: dict[str, ast.expr], deep: int = 4) -> set[
         elif isinstance(one, ast.Name) and deep and (held := given.get(one.id)) is not None:
             found |= _tokenised(held, given, deep - 1)
     return found
+
+
+def _fields(name: str, function: ast.FunctionDef, deep: int = 6) -> set[str]:
+    """The texts, such as names of fields, in what a name is made of."""
+    found = set[str]()
+    for node in ast.walk(function) if deep else ():
+        match node:
+            case ast.Assign(targets=[target], value=value) | ast.AugAssign(target=target, value=value):
+                pass
+            case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
+                pass
+            case ast.Call(func=ast.Attribute(value=target, attr="append"), args=[value]):
+                pass
+            case _:
+                continue
+        if re.search(rf"\b{re.escape(name)}\b", ast.unparse(target)):
+            parts = [*ast.walk(value)]
+            found |= {
+                one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            }
+            others = {one.id for one in parts if isinstance(one, ast.Name)} - {name}
+            found |= {text for other in others for text in _fields(other, function, deep - 1)}
+    return {one for one in found if one.isidentifier()}
+
+
+def _apart(ids: str, labels: str, function: ast.FunctionDef) -> bool:
+    """Whether texts that are put together from parts have no field in common; of plain fields, True."""
+    if not _ADDED.search(ast.unparse(function)):
+        return True
+    fields = _fields(ids, function), _fields(labels, function)
+    return all(fields) and not fields[0] & fields[1] and ids.isidentifier() and labels.isidentifier()
 
 
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: a label for each input id")
@@ -104,8 +142,11 @@ def labels_of_another_text(document: Document, setup: Setup) -> Iterator[Hit]:
                     both = {"labels", "input_ids"} <= fields.keys()
                     rows |= {k: [fields[k]] for k in ("labels", "input_ids")} if both else {}
         ids, labels = (_tokenised(ast.List(rows.get(k, [])), given) for k in ("input_ids", "labels"))
-        if len(ids) == len(labels) == 1 and ids != labels and not _JOINED.search(ast.unparse(one)):
-            what = f"the labels are the tokens of {labels.pop()}, and the input ids those of {ids.pop()}: "
+        if len(ids) != 1 or len(labels) != 1 or ids == labels or _JOINED.search(ast.unparse(one)):
+            continue
+        (text,), (answer,) = ids, labels
+        if _apart(text, answer, one):
+            what = f"the labels are the tokens of {answer}, and the input ids those of {text}: "
             what += "the loss compares each position with a token of the other text"
             fix = "prompt and answer joined as input ids; their copy, with -100 for the prompt, as labels"
             yield Hit((), what, fix, line=rows["labels"][0].lineno)

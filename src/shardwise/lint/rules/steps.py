@@ -48,13 +48,12 @@ class _Loop(NamedTuple):
 
 
 def _runs(body: Sequence[ast.stmt], known: Values) -> Iterator[_Run]:
-    """The calls of statements, in their order."""
+    """The calls of statements, in their order; not those of handlers, which run in place of others."""
     tests: tuple[ast.expr, ...] = ()
     for one in body:
         blocks = [getattr(one, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [handler.body for handler in getattr(one, "handlers", [])]
         inner = [part for block in blocks for part in block]
-        below = {node for part in inner for node in ast.walk(part)}
+        below = {node for part in (*inner, *getattr(one, "handlers", [])) for node in ast.walk(part)}
         for call in (node for node in ast.walk(one) if isinstance(node, ast.Call) and node not in below):
             yield _Run(call, tests)
         own = (spelled_out(one.test, known),) if isinstance(one, ast.If) else ()

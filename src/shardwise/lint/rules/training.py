@@ -106,6 +106,12 @@ def first_imports(document: Document) -> dict[str, int]:
     return {found[1]: line for line, found in reversed(rows) if found}
 
 
+def modules_of(document: Document) -> dict[str, str]:
+    """The modules that the script's names, as the libraries say them, are imported from."""
+    found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom))
+    return {alias.name: str(one.module) for one in found for alias in one.names}
+
+
 def is_optimizer(called: str) -> bool:
     """Whether a call of this name makes an optimizer, such as bitsandbytes' Adam8bit."""
     name = re.sub("^(DeepSpeedCPU|Fused|Paged)|W?(8bit)?$", "", called.rpartition(".")[2])
