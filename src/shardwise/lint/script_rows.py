@@ -18,6 +18,7 @@ _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
+_FILLS = re.compile(r"(^|\.)(where|masked_fill_?)$")
 _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")
@@ -30,13 +31,19 @@ _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidd
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
 _WORDS = toml_file("foreign.toml")["row_words"]
 _TOKENS, _CUT = re.compile(_WORDS["tokens"]), re.compile(_WORDS["cut"])
-_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES = (
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES, _PLACE = (
     re.compile(_WORDS[name]) for name in (
         "template", "prompt", "no_text", "prints", "ignored", "part", "model", "loaded", "moved", "built",
-        "makes_prompt",
+        "makes_prompt", "place",
     )
 )  # fmt: skip
-_OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
+_OPEN = (
+    "pieces()",
+    "scheduler()",
+    "eval_dataset",
+    "loss_mask()",
+    "labels by value",
+)  # of these, those that say no more
 
 
 class Rows:
@@ -300,7 +307,28 @@ class Rows:
         if labels and not {"masked()", "loss_mask()"} & lines.keys():
             lines["labels(-100)" if masks and not again else "labels()"] = labels
             lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}
+        if by_value := [] if again else [*self._by_value()]:
+            lines = {key: line for key, line in lines.items() if key not in ("masked()", "labels(-100)")}
+            lines["labels by value"] = by_value[0]
         return {(name,): (line, UNKNOWN if name in _OPEN else True) for name, line in lines.items()}
+
+    def _by_value(self) -> Iterator[int]:
+        """The lines that leave tokens out of the loss by a number of each: `labels[losses > 2] = -100`."""
+        for one in self._nodes:
+            match one:
+                case ast.Assign(targets=[ast.Subscript(slice=which)], value=value):
+                    pass
+                case ast.Call(
+                    func=ast.Attribute(attr="where" | "masked_fill" | "masked_fill_"), args=[which, *_]
+                ):
+                    value = one
+                case _:
+                    continue
+            parts = [part for part in ast.walk(which) if isinstance(part, ast.Compare)]
+            parts = [part for part in parts if isinstance(part.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE)]
+            places = any(_PLACE.search(ast.unparse(part)) for part in parts)
+            if parts and not places and _IGNORED.search(ast.unparse(value)) and self._known.runs(one):
+                yield one.lineno
 
     def _ignored(self) -> Iterator[str]:
         """The statements that may run and leave tokens out of the loss."""

@@ -16,6 +16,7 @@ from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import (
     called,
+    overwritten,
     switched_off,
     unnamed,
     without_deepspeed,
@@ -60,6 +61,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     said += map(_of_part, broken)
     documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
     documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
+    documents = tuple(overwritten(one, documents, said) for one in documents)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
     calls = ([name for name in one.uses if name.rpartition(".")[2] not in theirs] for one in documents)
