@@ -248,6 +248,27 @@ class Rows:
                 parts[names[0]] = part
         return {}
 
+    def held_out(self) -> Said:
+        """The share that slices hold out: `n = int(0.8 * len(rows))`, then `rows[:n]` and `rows[n:]`."""
+        made = [one for one in self._nodes if isinstance(one, ast.Assign) and self._known.runs(one)]
+        pairs = [(ast.unparse(one.targets[0]), one.value) for one in made]
+        for one in made:
+            given = zip(*(getattr(side, "elts", ()) for side in (one.targets[0], one.value)), strict=False)
+            pairs += [(ast.unparse(to), value) for to, value in given]
+        for one in (one for one in made if self.learn and "len(" in ast.unparse(one.value)):
+            cut, whose = ast.unparse(one.targets[0]), dict[bool, bool]()  # is the first part held out
+            for to, value in pairs:
+                for part in (part for part in ast.walk(value) if isinstance(part, ast.Slice)):
+                    ends = [end and ast.unparse(end) for end in (part.lower, part.upper)]
+                    if cut in ends and None in ends and ("train" in to) is not bool(_HELD_OUT.search(to)):
+                        whose[ends[1] == cut] = "train" not in to
+            if whose.keys() == {True, False} and whose[True] is not whose[False]:
+                sides = [side for sum_ in ast.walk(one.value) for side in _factors(sum_)]
+                shares = [v for v in map(self._known.value, sides) if isinstance(v, float) and 0 < v < 1]
+                share = round(shares[0] if whose[True] else 1 - shares[0], 9) if len(shares) == 1 else UNKNOWN
+                return {("rows held out",): (one.lineno, share)}
+        return {}
+
     def scratch(self) -> Said:
         """The model, where the script makes it with random weights and certainly loads no others."""
         parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]
@@ -298,7 +319,8 @@ class Rows:
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
         lines.pop("pieces()" if "packed()" in lines else "", 0)
-        lines.pop("system prompt" if any(one.startswith("text by") for one in values) else "", 0)
+        for one in ("system prompt", "conversation template"):
+            lines.pop(one if any(name.startswith("text by") for name in values) else "", 0)
         padded = bool((values.get("tokenizer") or {}).get("padding"))
         again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
         lines.pop("masked()" if again else "", 0)
@@ -338,6 +360,12 @@ class Rows:
             defines = re.search(r"^[\w: ]+ = (-100|[\w.]+)$|ignore_index=|[!=]= -100", text)
             if _IGNORED.search(text) and not defines and self._known.runs(one):
                 yield text
+
+
+def _factors(node: ast.AST) -> list[ast.expr]:
+    """The two sides of a product."""
+    times = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    return [node.left, node.right] if times else []  # type: ignore[attr-defined]
 
 
 def _by(kind: str, made: ast.AST, text: str) -> Said:

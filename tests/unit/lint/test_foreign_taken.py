@@ -46,6 +46,22 @@ DS = (
     '{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},'
     ' "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10, "total_num_steps": 10000}}}'
 )
+TRAIN = "Trainer(model, TrainingArguments('out'), train_dataset=ds).train()\n"
+RUN = (
+    "#!/bin/bash\ndeepspeed --module openrlhf.cli.train_sft --max_len 64 --learning_rate $RATE"
+    ' --micro_train_batch_size 1 --train_batch_size 8 "$@"\n'
+)
+BY_NAME = (
+    "read -r -d '' words <<EOF\nopenrlhf.cli.train_sft --pretrain a/b \\\n  --dataset c/d --max_len 64 \\\n"
+    "  --micro_train_batch_size 1 --train_batch_size 8\nEOF\n"
+    'DEEPSPEED_BIN="${HERE}/bin/deepspeed"\n"$DEEPSPEED_BIN" --num_gpus 8 \\\n  --module $words\n'
+)
+LOOP = (
+    "import torch\nfrom model.net import Net\nfrom transformers import AutoModelForCausalLM\n"
+    "model = AutoModelForCausalLM.from_pretrained('a/b')\n"
+    "opt = torch.optim.{}(model.parameters(), lr=1e-3, betas=(0.8, 0.9))\n"
+    "for row in rows:\n    model(row).loss.backward()\n    opt.step()\n"
+)
 
 
 def engine(line: str) -> dict[str, str]:
@@ -152,6 +168,69 @@ CASES: dict[str, Case] = {
         {"t.sh": OPENRLHF.replace("c/d", "c/d.h5").format("")},
         {"data.train": "fill-in-the-data.jsonl"},
         ("save the rows as jsonl or parquet, and name that in data.train",),
+        (),
+    ),
+    "a script of the shell that runs another": (
+        {
+            "launch.sh": "export NPROC=4\nRATE=3e-4 bash scripts/run.sh --pretrain a/b \\\n    --dataset c/d\n",
+            "scripts/run.sh": RUN,
+        },
+        {"model.source": "a/b", "data.train": "c/d", "optimizer.learning_rate": 3e-4},
+        ("assumed: launch.sh runs run.sh --pretrain a/b --dataset c/d",),
+        (),
+    ),
+    "DeepSpeed in a variable": (
+        {"t.sh": BY_NAME},
+        {"model.source": "a/b", "data.train": "c/d", "data.sequence_length": 64},
+        (),
+        (),
+    ),
+    "a model that also writes text": (
+        {"t.py": LOOP.format("AdamW"), "model/net.py": "class Net:\n    def say(self):\n        self.generate(1)\n        return self.generate(2)\n"},
+        {"optimizer.learning_rate": 1e-3},
+        (),
+        (),
+    ),
+    "an optimizer that is no AdamW": (
+        {"t.py": LOOP.format("RAdam").replace("from model.net import Net\n", "")},
+        {"optimizer.learning_rate": 1e-3, "optimizer.beta2": 0.9},
+        ("changed: t.py: RAdam() (line 4)", "trained with AdamW"),
+        (),
+    ),
+    "one of another library": (
+        {"t.py": LOOP.format("Muon").replace("from model.net import Net\n", "")},
+        {},
+        ("Muon() (line 4)", "trained with AdamW"),
+        (),
+    ),
+    "a conversation of another library": (
+        {"t.py": HEAD + f"conv = get_conv_template('vicuna')\n{TRAIN}"},
+        {},
+        ("to do: t.py: conversation template (line 5): write data.chat_template",),
+        (),
+    ),
+    "a share that slices hold out": (
+        {"t.py": HEAD + f"cut = int(len(rows) * 0.8)\ntrain_rows, val_rows = rows[:cut], rows[cut:]\n{TRAIN}"},
+        {"data.eval_fraction": 0.2, "train.eval_every": 0},
+        (),
+        ("evaluates on no rows",),
+    ),
+    "and the first part": (
+        {"t.py": HEAD + f"n = int(0.05 * len(rows))\nval = rows[:n]\ntrain = rows[n:]\n{TRAIN}"},
+        {"data.eval_fraction": 0.05},
+        (),
+        (),
+    ),
+    "a count that slices hold out": (
+        {"t.py": HEAD + f"n = len(rows) - 100\nval = rows[n:]\ntrain = rows[:n]\n{TRAIN}"},
+        {},
+        ("rows held out: its value could not be read; write data.eval_fraction",),
+        (),
+    ),
+    "slices of something else": (
+        {"t.py": HEAD + f"n = int(0.5 * len(rows))\nfirst, rest = rows[:n], rows[n:]\n{TRAIN}"},
+        {"data.eval_fraction": 0},
+        (),
         (),
     ),
 }  # fmt: skip

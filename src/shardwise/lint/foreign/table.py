@@ -14,6 +14,8 @@ from shardwise.lint.script_inputs import OPEN
 
 TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
+_OF_ADAM = {key[4:]: rule for key, rule in TABLE["keys"].items() if key.startswith("Adam.")}
+TABLE["keys"] |= {name + key: rule for name in TABLE["of_adam"] for key, rule in _OF_ADAM.items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
 STEPS = "all steps"  # job.py says how many they are
