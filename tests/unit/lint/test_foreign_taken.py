@@ -38,7 +38,7 @@ OPENRLHF = (
 )
 ENGINE = (
     "import json, deepspeed, torch\nfrom transformers import AutoModelForCausalLM\n"
-    "model = AutoModelForCausalLM.from_pretrained('a/b')\nds = json.load(open('ds.json'))\n{}\n"
+    "model = AutoModelForCausalLM.from_pretrained('a/b')\nds = json.load(open(where['ds']))\n{}\n"
     "engine, *_ = deepspeed.initialize(model=model, config=ds)\n"
     "for row in rows:\n    engine.backward(engine(row).loss)\n    engine.step()\n"
 )
