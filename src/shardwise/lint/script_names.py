@@ -145,5 +145,6 @@ def never_read(nodes: Sequence[ast.AST], others: str) -> Iterator[ast.Call]:
     for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if name not in read:
-                if ast.unparse(made.func).rpartition(".")[2] in names("settings_objects"):
+                last = ast.unparse(made.func).rpartition(".")[2]
+                if last in (*names("settings_objects"), *names("collators")):
                     yield made

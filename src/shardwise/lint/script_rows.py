@@ -18,6 +18,7 @@ _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
+_FILLS = re.compile(r"(^|\.)(where|masked_fill_?)$")
 _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")
@@ -30,13 +31,19 @@ _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidd
 _SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
 _WORDS = toml_file("foreign.toml")["row_words"]
 _TOKENS, _CUT = re.compile(_WORDS["tokens"]), re.compile(_WORDS["cut"])
-_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES = (
+_TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES, _PLACE = (
     re.compile(_WORDS[name]) for name in (
         "template", "prompt", "no_text", "prints", "ignored", "part", "model", "loaded", "moved", "built",
-        "makes_prompt",
+        "makes_prompt", "place",
     )
 )  # fmt: skip
-_OPEN = ("pieces()", "scheduler()", "eval_dataset", "loss_mask()")  # of these, those that say no more
+_OPEN = (
+    "pieces()",
+    "scheduler()",
+    "eval_dataset",
+    "loss_mask()",
+    "labels by value",
+)  # of these, those that say no more
 
 
 class Rows:
@@ -241,6 +248,27 @@ class Rows:
                 parts[names[0]] = part
         return {}
 
+    def held_out(self) -> Said:
+        """The share that slices hold out: `n = int(0.8 * len(rows))`, then `rows[:n]` and `rows[n:]`."""
+        made = [one for one in self._nodes if isinstance(one, ast.Assign) and self._known.runs(one)]
+        pairs = [(ast.unparse(one.targets[0]), one.value) for one in made]
+        for one in made:
+            given = zip(*(getattr(side, "elts", ()) for side in (one.targets[0], one.value)), strict=False)
+            pairs += [(ast.unparse(to), value) for to, value in given]
+        for one in (one for one in made if self.learn and "len(" in ast.unparse(one.value)):
+            cut, whose = ast.unparse(one.targets[0]), dict[bool, bool]()  # is the first part held out
+            for to, value in pairs:
+                for part in (part for part in ast.walk(value) if isinstance(part, ast.Slice)):
+                    ends = [end and ast.unparse(end) for end in (part.lower, part.upper)]
+                    if cut in ends and None in ends and ("train" in to) is not bool(_HELD_OUT.search(to)):
+                        whose[ends[1] == cut] = "train" not in to
+            if whose.keys() == {True, False} and whose[True] is not whose[False]:
+                sides = [side for sum_ in ast.walk(one.value) for side in _factors(sum_)]
+                shares = [v for v in map(self._known.value, sides) if isinstance(v, float) and 0 < v < 1]
+                share = round(shares[0] if whose[True] else 1 - shares[0], 9) if len(shares) == 1 else UNKNOWN
+                return {("rows held out",): (one.lineno, share)}
+        return {}
+
     def scratch(self) -> Said:
         """The model, where the script makes it with random weights and certainly loads no others."""
         parts = [one for one in self._nodes if isinstance(one, ast.Call | ast.Assign)]
@@ -291,7 +319,8 @@ class Rows:
         found = {name: one.search(text) for name, one in _SEEN.items() if counts.get(name, True)}
         lines = {name: line_at(text, one.start()) for name, one in found.items() if one}
         lines.pop("pieces()" if "packed()" in lines else "", 0)
-        lines.pop("system prompt" if any(one.startswith("text by") for one in values) else "", 0)
+        for one in ("system prompt", "conversation template"):
+            lines.pop(one if any(name.startswith("text by") for name in values) else "", 0)
         padded = bool((values.get("tokenizer") or {}).get("padding"))
         again = any(one.endswith("DataCollatorForLanguageModeling") for one in uses)  # and makes them
         lines.pop("masked()" if again else "", 0)
@@ -300,7 +329,28 @@ class Rows:
         if labels and not {"masked()", "loss_mask()"} & lines.keys():
             lines["labels(-100)" if masks and not again else "labels()"] = labels
             lines |= {"labels(padding)": labels} if padded and not (ignored or again) else {}
+        if by_value := [] if again else [*self._by_value()]:
+            lines = {key: line for key, line in lines.items() if key not in ("masked()", "labels(-100)")}
+            lines["labels by value"] = by_value[0]
         return {(name,): (line, UNKNOWN if name in _OPEN else True) for name, line in lines.items()}
+
+    def _by_value(self) -> Iterator[int]:
+        """The lines that leave tokens out of the loss by a number of each: `labels[losses > 2] = -100`."""
+        for one in self._nodes:
+            match one:
+                case ast.Assign(targets=[ast.Subscript(slice=which)], value=value):
+                    pass
+                case ast.Call(
+                    func=ast.Attribute(attr="where" | "masked_fill" | "masked_fill_"), args=[which, *_]
+                ):
+                    value = one
+                case _:
+                    continue
+            parts = [part for part in ast.walk(which) if isinstance(part, ast.Compare)]
+            parts = [part for part in parts if isinstance(part.ops[0], ast.Gt | ast.GtE | ast.Lt | ast.LtE)]
+            places = any(_PLACE.search(ast.unparse(part)) for part in parts)
+            if parts and not places and _IGNORED.search(ast.unparse(value)) and self._known.runs(one):
+                yield one.lineno
 
     def _ignored(self) -> Iterator[str]:
         """The statements that may run and leave tokens out of the loss."""
@@ -310,6 +360,12 @@ class Rows:
             defines = re.search(r"^[\w: ]+ = (-100|[\w.]+)$|ignore_index=|[!=]= -100", text)
             if _IGNORED.search(text) and not defines and self._known.runs(one):
                 yield text
+
+
+def _factors(node: ast.AST) -> list[ast.expr]:
+    """The two sides of a product."""
+    times = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    return [node.left, node.right] if times else []  # type: ignore[attr-defined]
 
 
 def _by(kind: str, made: ast.AST, text: str) -> Said:

@@ -98,7 +98,7 @@ class Settings:
         self._put(scratch)
         if calls:
             self._put(of_rates(nodes, self.known) | self.rows.drawn())
-            self._put(self.rows.splits())
+            self._put(self.rows.splits() or self.rows.held_out())
             self._put(self.rows.labels(text, self.values, self.uses, loops=self._loops))
             self._put(self.rows.cut({one[0] for one in self.marks}))
             if not any(one[0].startswith("text by") or one == ("formatting_func",) for one in self.marks):

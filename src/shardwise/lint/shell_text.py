@@ -35,6 +35,7 @@ _SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module be
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
 _STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
+_DEEPSPEED = re.compile(r"(?i)^([\"']?)\$\{?\w*DEEPSPEED(_?(BIN|CMD|EXE\w*|PATH|LAUNCHER))?\}?\1(?=\s+-)")
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
 _TORCHRUN, _MODULE = re.compile(_HELD + r"--nproc[_-]per[_-]node)"), re.compile(_HELD + r"-m\s+swift\.cli\.)")
 _OTHER, _PREPARES = pattern("started_scripts"), pattern("prepares")
@@ -55,6 +56,11 @@ OPEN = "launcher.open"  # the key that says that the command has words which onl
 def is_command(text: str) -> bool:
     """Whether a line of the text starts processes."""
     return _COMMAND.search(text) is not None
+
+
+def is_started(text: str) -> bool:
+    """Whether a script of the shell starts a training by itself."""
+    return (_command(text, _COMMAND) or _command(text, _PLAIN)) is not None
 
 
 def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = False) -> Document:
@@ -120,7 +126,7 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
     for command, known in steps(text):
         if "$" not in command.text or _NO_RUN.match(command.text):
             continue
-        statement = _PYTHON.sub("python", known.expanded(command.text))
+        statement = _PYTHON.sub("python", known.expanded(_DEEPSPEED.sub("deepspeed", command.text)))
         statement = _MODULE.sub("python", _TORCHRUN.sub("torchrun", statement))
         if not _STARTS.search(statement):
             continue

@@ -327,7 +327,7 @@ CASES: dict[str, Case] = {
     ),
     "8 bits are prepared with recomputation": (
         {
-            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = prepare_model_for_kbit_training(m)\nTrainer(m, TrainingArguments('o'))\n"
+            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = AutoModelForCausalLM.from_pretrained('a/b', load_in_8bit=True)\nm = prepare_model_for_kbit_training(m)\nTrainer(m, TrainingArguments('o'))\n"
         },
         {"train.checkpointing": "full"},
         (),

@@ -255,7 +255,7 @@ CASES: dict[str, Case] = {
     ),
     "PEFT's preparation turns checkpointing on": (
         {
-            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = prepare_model_for_kbit_training(m)\nTrainer(m, TrainingArguments('o', gradient_checkpointing=False)).train()\n"
+            "train.py": f"{HEAD}from peft import prepare_model_for_kbit_training\nm = AutoModelForCausalLM.from_pretrained('a/b', load_in_4bit=True)\nm = prepare_model_for_kbit_training(m)\nTrainer(m, TrainingArguments('o', gradient_checkpointing=False)).train()\n"
         },
         {"train.checkpointing": "full"},
         (),

@@ -17,6 +17,7 @@ from shardwise.lint.schema import as_number
 
 _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
+_LISTS = ("datasets", "test_datasets")  # Axolotl's
 _OF_EACH = "prepare files with so many rows of each; data.max_samples counts those of all"
 
 
@@ -28,12 +29,13 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     marks = {(own.get(key[0], key[0]), *key[1:]): mark for key, mark in document.marks.items()}
     if swift:
         _take_counts(values, marks, f"{document.name}:{document.line(('dataset',))}", said)
-    for name in ("datasets", "test_datasets"):
+    for name in _LISTS:
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
             values[name] = [_as_one(rows)]
             if values[name][0].get("type") == "alpaca":  # which has a text of its own
                 values.pop("chat_template", None)
+    _with_one_split(values, f"{document.name}:{document.line(('test_datasets',))}", said)
     document = replace(document, marks=marks)
     if values.get("stage") == "pt":
         values.pop("template", None)  # it is for conversations
@@ -55,6 +57,16 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
             said.append(f"to do: {place}: max_samples: {count} rows: {_OF_EACH}")
         held += info.settings(names)
     return [replace(document, values=values), *held]
+
+
+def _with_one_split(values: dict[str, Any], place: str, said: list[str]) -> None:
+    """Take away Axolotl's rows to evaluate on where they are another split: a job has one for all data."""
+    train, test = (one[0] if isinstance(one := values.get(name), list) and one else {} for name in _LISTS)
+    if isinstance(test, dict) and test.get("split", "train") != train.get("split", "train"):
+        rows, split = test.pop("path", ""), test.pop("split")
+        said.append(
+            f"to do: {place}: {rows}, split {split}: a job has one split for all data; write data.eval"
+        )
 
 
 def started(document: Document) -> str:
@@ -89,9 +101,10 @@ class _Info:
 
     def __init__(self, document: Document, values: Mapping[str, Any]) -> None:
         self.file, self._rows = f"{values.get('dataset_dir', 'data')}/dataset_info.json", dict[str, Any]()
+        self._there = False
         for there in found([self.file], Path(document.name).parent):
             with suppress(ValueError, OSError):
-                rows, self.file = dict(json.loads(there.read_bytes())), str(there)
+                rows, self.file, self._there = dict(json.loads(there.read_bytes())), str(there), True
                 self._rows = {name: row for name, row in rows.items() if isinstance(row, Mapping)}
 
     def file_of(self, name: str) -> str:
@@ -101,7 +114,7 @@ class _Info:
             return str(row["hf_hub_url"])
         if "file_name" in row:
             return str(Path(self.file).parent / row["file_name"])
-        return name if "/" in name or paths.is_local(name) else ""
+        return name if not self._there and ("/" in name or paths.is_local(name)) else ""
 
     def settings(self, names: Sequence[str]) -> Iterator[Document]:
         """A document with what the rows say in addition to the files, if they say anything."""

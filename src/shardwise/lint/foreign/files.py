@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.lint.check import load
 from shardwise.lint.document import AUTO, Document, Mark, line_at
 from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.hydra import composed
@@ -16,6 +15,7 @@ from shardwise.lint.foreign.lightning import with_calls
 from shardwise.lint.foreign.losses import own_losses
 from shardwise.lint.foreign.reads import (
     called,
+    overwritten,
     switched_off,
     unnamed,
     without_deepspeed,
@@ -23,7 +23,7 @@ from shardwise.lint.foreign.reads import (
     without_preparations,
 )
 from shardwise.lint.foreign.sections import opened, with_settings
-from shardwise.lint.foreign.sources import VARIABLES, with_variables, written
+from shardwise.lint.foreign.sources import loaded, with_variables, written
 from shardwise.lint.foreign.table import NO_KEY, TABLE, names_rows, switched, targets
 from shardwise.lint.read import found, referred
 from shardwise.lint.rules.accelerate import DS, as_deepspeed
@@ -53,13 +53,14 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
 
     `taken` gets the flags, and the keys of files, whose values a script uses.
     """
-    documents, broken = load([one for one in files if not VARIABLES.search(one.name)], other="training")
+    documents, broken = loaded(files, said)
     documents = tuple(with_variables(one, files, said) if one.syntax == "shell" else one for one in documents)
     made = [part for one in documents if one.syntax == "shell" for part in written(one)]
     documents = (*documents, *made)
     said += map(_of_part, broken)
     documents = tuple(with_calls(composed([*without_preparations(documents, said)], said)))
-    documents = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
+    reached = tuple(called(one, documents) if one.syntax == "python" else one for one in documents)
+    documents = tuple(overwritten(one, reached, said) for one in reached)
     texts = "\n".join(one.text for one in documents if one.syntax == "python")
     theirs = {*_OWN_TRAINER.findall(texts)}
     calls = ([name for name in one.uses if name.rpartition(".")[2] not in theirs] for one in documents)
@@ -76,7 +77,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     as_given = commands = [_with_gpus(one, said, alone=deep) for one in documents if one.syntax == "shell"]
     plain = [one for one in documents if one.syntax not in ("shell", "python")]
     known = [one for one in plain if one.kind == "training" or _ARGUMENTS & one.values.keys()]
-    scripts, inner, loaded = list[Document](), list[Document](), set[Path]()
+    scripts, inner, taken_in = list[Document](), list[Document](), set[Path]()
     settings = known if fills or _WORDS["updates"].search(texts) else []
     for one in documents:
         if one.syntax == "python" and one.kind != "deepspeed":
@@ -91,10 +92,10 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
                     plain[at] = _without_flags(own, script, inputs, said, fills=fills)
             scripts.append(script)
             inner += held
-            loaded |= inputs.loaded
+            taken_in |= inputs.loaded
             taken |= inputs.taken
     asked = {Path(one).resolve() for one in [*files, *(Path(one.name) for one in made)]}
-    plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in loaded]
+    plain = [one for one in plain if one.kind != "deepspeed" or Path(one.name).resolve() not in taken_in]
     if not inner and (off := switched_off([*commands, *scripts, *plain])):
         idle = [one.name for one in plain if one.kind == "deepspeed"]
         idle += [f"{one.name}: {DS}" for one in plain if one.section(DS)]
@@ -111,7 +112,7 @@ def read(files: Sequence[Path], said: list[str], taken: set[str]) -> list[Docume
     given = next((one.name for one in reversed(mine) if one.kind == "deepspeed"), "")
     apart = [
         without_idle(one, texts, taken, said)
-        if Path(one.name).resolve() in loaded
+        if Path(one.name).resolve() in taken_in
         else opened(one, scripts, said)
         for one in mine
     ]
@@ -169,7 +170,9 @@ def _refuse(document: Document, texts: str) -> None:
     if task and not _WORDS["causal"].search(texts):
         other.append((f"a model {task[0]}", line_at(document.text, task.start())))
     script = document.text if document.syntax == "python" and document.kind == "training" else ""
-    idle = bool(_WORDS["generates"].search(script)) and not _WORDS["trains"].search(script)
+    imported = rf"(?m)^\s*(from|import)\b.*\b{re.escape(Path(document.name).stem)}\b"
+    idle = not (_WORDS["trains"].search(script) or re.search(imported, texts))
+    idle = idle and bool(_WORDS["generates"].search(script))
     if document.syntax in ("yaml", "json") and not texts and {*TABLE["no_training"]} & document.values.keys():
         decided = {target for key in document.values for target in targets(key, below=True)}
         idle = not decided & {"data.train", "optimizer.learning_rate", "train.epochs", "train.steps"}

@@ -10,7 +10,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from shardwise.lint.document import Document, line_at
+from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.foreign.suspects import CALLBACKS, decides
 from shardwise.lint.foreign.table import NO_KEY, leaves
 from shardwise.lint.read import NO_PYTHON, imported
@@ -23,6 +23,7 @@ from shardwise.lint.shell_text import OPEN
 _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrategy|HfDeepSpeedConfig")
 _GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
 _LOADS = re.compile(r"\bload_dataset\(|\bread_(json|csv|parquet)\(")
+_CONFIG = re.compile(r"(?i)(^|[._])(ds|deepspeed)")  # in names of DeepSpeed's settings
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
@@ -121,6 +122,38 @@ def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> No
             said.append(f"to do: {one.name}:{min(one.line((flag,)) for flag in flags)}: {what}")
             used = used | {*flags}
     said[:] = [one for one in said if one.removeprefix(start) not in used]
+
+
+def overwritten(config: Document, documents: Sequence[Document], said: list[str]) -> Document:
+    """DeepSpeed's file with what scripts write over it: `ds["scheduler"]["params"]["warmup_num_steps"] = 9`.
+
+    A number is taken; of what only a run knows, and of what a branch writes, the value is not known.
+    """
+    if config.kind != "deepspeed" or config.syntax == "python":
+        return config
+    values, unknown = deepcopy(config.values), {*config.unknown}
+    for script in (one for one in documents if one.syntax == "python" and "deepspeed" in one.text):
+        nodes = [*ast.walk(ast.parse(script.text))]
+        maybe = {inner for one in nodes if isinstance(one, ast.If) for inner in ast.walk(one)}
+        for node in (one for one in nodes if isinstance(one, ast.Assign)):
+            path, holder = _path(node.targets[0])
+            if not config.has(*path) or (not path[1:] and not _CONFIG.search(holder)):
+                continue
+            number = getattr(node.value, "value", None) if node not in maybe else None
+            known = type(number) in (int, float, bool)
+            unknown = unknown - {path} if known else unknown | {path}
+            holding: dict[str, Any] = reduce(getitem, path[:-1], values)  # type: ignore[arg-type]
+            holding[path[-1]] = number if known else AUTO
+            said.append(f"assumed: {script.name}:{node.lineno} writes over {'.'.join(path)} of {config.name}")
+    return replace(config, values=values, unknown=frozenset(unknown))
+
+
+def _path(target: ast.expr) -> tuple[tuple[str, ...], str]:
+    """The keys by which `ds["a"]["b"]` is a part of a mapping, and the name of that."""
+    keys = list[str]()
+    while isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+        keys, target = [str(target.slice.value), *keys], target.value
+    return tuple(keys), ast.unparse(target)
 
 
 def names_read(scripts: Sequence[Document]) -> set[str]:

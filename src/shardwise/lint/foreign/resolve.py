@@ -17,7 +17,7 @@ from shardwise.job.schema import BUCKET, Train
 from shardwise.job.strategies import NAMED
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.reads import is_choice, names_read
-from shardwise.lint.foreign.statements import Statement
+from shardwise.lint.foreign.statements import QUANTIZES, Statement
 from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.schema import as_number
 from shardwise.lint.setup import Setup
@@ -29,6 +29,8 @@ _SEEDS = re.compile(r": (set_seed|manual_seed|seed_everything)\.")
 _COUNTS = "train.eval_every counts steps"
 _LOW = 0.1  # the first rate of a warm-up, as a share, that is as good as 0
 _OF_FILES = ("strategy.nvme_path", "strategy.bucket")  # which belong to the strategy of a DeepSpeed file
+_NO_BITS = re.compile(TABLE["words"]["no_bits"])
+_OF_BITS = re.compile(r"\bprepare_model_for_\w+")
 _TOGETHER = ("name", "model.lora.variants")  # `output_dir` and `run_name`; DoRA and rsLoRA
 
 
@@ -166,8 +168,13 @@ def with_labels(stated: Sequence[Statement], said: list[str]) -> list[Statement]
     return [one for one in stated if one not in lost]
 
 
-def with_recomputation(stated: Sequence[Statement]) -> list[Statement]:
-    """The statements without `gradient_checkpointing=False`, which turns off nothing that a call turns on."""
+def with_recomputation(stated: Sequence[Statement], texts: str) -> list[Statement]:
+    """The statements without `gradient_checkpointing=False`, which turns off nothing that a call turns on.
+
+    PEFT's call turns on nothing where no weights are quantized, which `texts` of all files would show.
+    """
+    if not QUANTIZES.search(_NO_BITS.sub("", texts)):
+        stated = [one for one in stated if one.value != "full" or not _OF_BITS.search(one.place)]
     own = [one for one in stated if one.key == "train.checkpointing"]
     calls = [one for one in own if _call(one) != "gradient_checkpointing"]
     lost = [one for one in own if calls and calls[-1].value == "full" and one.value == "none"]

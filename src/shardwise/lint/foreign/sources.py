@@ -7,15 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.job.paths import read_bounded
+from shardwise.lint.check import load
 from shardwise.lint.document import Document, UnreadableError, line_at
+from shardwise.lint.finding import Finding
 from shardwise.lint.foreign.table import TABLE
 from shardwise.lint.read import LARGEST_FILE_BYTES, found, read
-from shardwise.lint.shell_text import read_shell
+from shardwise.lint.shell_text import is_started, read_shell
 from shardwise.lint.shell_values import steps
 
 _LOADS, _NAME, _SECRET = (re.compile(TABLE["words"][f"variables_{one}"]) for one in ("load", "file", "not"))
 _WRITES = re.compile(TABLE["words"]["writes"], re.MULTILINE | re.DOTALL)
 VARIABLES = re.compile(r"^[\w-]*\.env(\.\w+)*$")  # the name of such a file
+_RUNS = re.compile(TABLE["words"]["runs"], re.MULTILINE)
+_SETS = re.compile(r"(?m)(?:^|(?<=[ \t]))(?:export[ \t]+)?([A-Z_]+=[\w./:,-]+)(?=\s)")
+_PASSED = re.compile(r"""(["']?)\$(?:\{@\}|[@*])\1""")
 _USE = re.compile(r"\$\{?(\w+)\}?")
 _ROW = re.compile(r"(?m)^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 _PLAIN = re.compile(r"""(?:"([^"$`\\]*)"|'([^'$`\\]*)'|([^\s"'$`\\;&|<>()]*))(?:\s+#.*)?$""")
@@ -52,6 +57,31 @@ def with_variables(
     if text == command.text:
         return command
     return replace(read_shell(text, command.name, plain=True), kind=command.kind)
+
+
+def loaded(files: Sequence[Path], said: list[str]) -> tuple[tuple[Document, ...], tuple[Finding, ...]]:
+    """The files and those that they name, and what is found of unreadable ones."""
+    kept, passed = _passed_on(files, said)
+    documents, broken = load([one for one in kept if not VARIABLES.search(one.name)], other="training")
+    return tuple(passed.get(one.name, one) for one in documents), broken
+
+
+def _passed_on(files: Sequence[Path], said: list[str]) -> tuple[list[Path], dict[str, Document]]:
+    """The files without those that only run another script of the shell, and this with what it gets."""
+    kept, made = [*files], dict[str, Document]()
+    shell = [one for one in files if one.suffix in (".sh", ".bash") and one.is_file()]
+    texts = {one: read_bounded(one, LARGEST_FILE_BYTES).decode(errors="replace") for one in shell}
+    for one, run in ((one, run) for one, text in texts.items() for run in _RUNS.finditer(text)):
+        ran = next((other for other in shell if other.name == Path(run["script"]).name), one)
+        if ran is one or one not in kept or is_started(texts[one]) or not is_started(texts[ran]):
+            continue
+        variables = "".join(f"{word}; " for word in _SETS.findall(texts[one][: run.start("script")]))
+        given = " ".join(run["given"].replace("\\\n", " ").split())
+        text = variables + given.join(_PASSED.split(texts[ran])[::2])
+        made[str(ran)] = read(text, str(ran), other="training")
+        said.append(f"assumed: {one.name} runs {ran.name} {given}".rstrip())
+        kept.remove(one)
+    return kept, made
 
 
 def written(command: Document) -> Iterator[Document]:

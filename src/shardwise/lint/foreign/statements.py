@@ -28,7 +28,7 @@ from shardwise.lint.shell_text import OPEN
 
 _MANY = 8  # keys that are named
 _LONGEST = 60  # characters of a value that are shown
-_QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
+QUANTIZES = re.compile(r"(?i)quanti[sz]|load_in_|\bbnb|bitsandbytes|gptq|awq")
 _ALPACA = "Below is an instruction that describes a task"
 _WARMUPS = ("warmup_steps", "warmup_ratio")
 _SELDOM = {"train.seed", "model.trust_remote_code", "model.tokenizer"}  # a job's default does as well
@@ -103,6 +103,8 @@ def _is_met(key: str, setup: Setup, strategy: str) -> bool:
     if key in _WARMUPS:  # the Trainer takes the share where the count is 0
         count, share = (any(as_number(one.get(name)) for one in setup.documents) for name in _WARMUPS)
         return count if key == "warmup_ratio" else share and not count
+    if key == "openrlhf.eval_split":  # the split of other rows
+        return any(one.has("eval_dataset") for one in setup.documents)
     if key == "engine.step()":
         return 1 in (one.get("gradient_accumulation_steps") for one in setup.documents)
     off = key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy
@@ -169,7 +171,7 @@ def unsaid(documents: Sequence[Document], given: set[str]) -> dict[str, str]:
     found = dict[str, str]()
     given_ = [key for one in documents for key, value in leaves(one.values) if value not in (None, AUTO, "")]
     known = {TABLE["same"].get(key, key) for key in given_}
-    quantized = any(_QUANTIZES.search(one.text) for one in documents)
+    quantized = any(QUANTIZES.search(one.text) for one in documents)
     scratch = any(one.has("random weights") for one in documents)
     for document in documents:
         for place in document.marks:

@@ -14,6 +14,8 @@ from shardwise.lint.script_inputs import OPEN
 
 TABLE = toml_file("foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
+_OF_ADAM = {key[4:]: rule for key, rule in TABLE["keys"].items() if key.startswith("Adam.")}
+TABLE["keys"] |= {name + key: rule for name in TABLE["of_adam"] for key, rule in _OF_ADAM.items()}
 TABLE["reasons"] |= {key: why for why, keys in TABLE["refused"].items() for key in keys.split()}
 
 STEPS = "all steps"  # job.py says how many they are
@@ -27,6 +29,7 @@ _SWITCH = {"true", "false", "boolean"}  # words of a rule, or the type of a job'
 _ON, _OFF = ("true", "t", "yes", "y", "1"), ("false", "f", "no", "n", "0")
 _PLACEHOLDER = re.compile(r"<[^<>]+>|\{[^{}]+\}|\[[^\[\],]*[/ -][^\[\],]*\]")  # `[meta-llama/Llama-3.1-8B]`
 _WORD = re.compile(r"(?!(auto|none|inf|all|gpu)$)[A-Za-z ]+")  # but those that a tool takes for a number
+_OTHER_ROWS = re.compile(TABLE["words"]["other_rows"])
 _EXPONENT = re.compile(r"[0-9.]+[eE][-+]?[0-9]+")  # text for YAML 1.1, such as 1e-4
 
 
@@ -135,6 +138,8 @@ def _no_path(rule: str, value: Any) -> list[str] | str | None:
     if value in ("", True) or _PLACEHOLDER.fullmatch(str(value)):
         unneeded = value in ("", True) or rule == "model.tokenizer"
         return [] if unneeded else f"placeholder of its author; write {rule}"
+    if rule in ("data.train", "data.eval") and _OTHER_ROWS.search(str(value)):
+        return f"save the rows as jsonl or parquet, and name that in {rule}"
     if rule == "model.source" and str(value).endswith(".json"):
         return "prepare a folder with this file as its config.json, and name it in model.source"
     return None
