@@ -46,6 +46,16 @@ def zero_stage(setup: Setup) -> int | None:
     return next((one for one in (*stages, setup.training("zero_stage")) if isinstance(one, int)), None)
 
 
+def has_engine(document: Document, setup: Setup) -> bool:
+    """Whether a file, the command or a plugin of a script's Accelerator turns DeepSpeed on."""
+    launched = [one for one in setup.of("training") if one.get("launcher") == "accelerate"]
+    asked = setup.of("deepspeed") or any(one.on("use_deepspeed") for one in launched)
+    words = (word for call in calls(document, "Accelerator") for word in call.keywords)
+    given = (values_of(document).meant(one.value) for one in words if one.arg == "deepspeed_plugin")
+    plugin = any(isinstance(one, ast.Call) for one in given)
+    return bool(asked or plugin or any(one.section(DS) for one in setup.of("accelerate")))
+
+
 def tree_of(document: Document) -> ast.Module:
     """The program of a script; an empty one of other files. Rules share it, and leave it as it is."""
     return _program(document.text if document.syntax == "python" else "")
