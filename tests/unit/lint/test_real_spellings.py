@@ -77,3 +77,103 @@ def test_deepspeed_of_a_plugin_or_a_flag_takes_the_step(
 ) -> None:
     files = {"train_py": LOOP.format(given), "run_sh": LAUNCH.format(flag)}
     assert of(tmp_path, "backward-outside-accelerator", **files) == severity
+
+
+STEPS = """import torch
+first = torch.optim.AdamW(model.parameters())
+optimizers = [first, Muon(model.parameters())]
+schedulers = [torch.optim.lr_scheduler.LambdaLR(one, rate) for one in optimizers]
+for x in loader:
+    model(x).loss.backward()
+    for {}:
+        {}.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "name", "clears", "found"),
+    [
+        ("opt, sched in zip(optimizers, schedulers)", "opt", "", ["error"]),
+        ("opt in optimizers", "opt", "", ["error"]),
+        ("opt in optimizers", "opt", "    model.zero_grad()\n", []),
+        ("opt, sched in zip(optimizers, schedulers)", "sched", "", []),
+        ("opt in others", "opt", "", []),
+    ],
+)
+def test_optimizers_of_a_list_add_up_gradients(
+    tmp_path: Path, loop: str, name: str, clears: str, found: list[str]
+) -> None:
+    assert of(tmp_path, "no-zero-grad", train_py=STEPS.format(loop, name) + clears) == found
+
+
+@pytest.mark.parametrize(
+    ("yaml", "file", "found"),
+    [
+        ("fp16: true", "bf16", ["error"]),
+        ("bf16: true", "fp16", ["error"]),
+        ("bf16: true", "bf16", []),
+        ("fp16: true\nbf16: true", "bf16", []),  # which another rule judges
+    ],
+)
+def test_a_yaml_and_a_json_of_other_formats(tmp_path: Path, yaml: str, file: str, found: list[str]) -> None:
+    text = f"model_name_or_path: m\nfinetuning_type: full\nstage: sft\ndeepspeed: ds.json\noutput_dir: o\n{yaml}\n"
+    config = f'{{"{file}": {{"enabled": true}}, "zero_optimization": {{"stage": 2}}}}'
+    assert of(tmp_path, "trainer-and-file-differ", a_yaml=text, ds_json=config) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"), [("constant", ["warning"]), ("constant_with_warmup", []), ("cosine", [])]
+)
+def test_axolotls_constant_schedule_has_no_warm_up(tmp_path: Path, kind: str, found: list[str]) -> None:
+    text = f"base_model: m\nmicro_batch_size: 1\nlr_scheduler: {kind}\nwarmup_steps: 5\n"
+    assert of(tmp_path, "schedule-and-its-arguments", a_yml=text) == found
+
+
+SPAWNED = """import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel as DDP
+def train(rank, world_size):
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+    model = DDP(Net().to(rank), device_ids=[rank])
+    torch.save(model.state_dict(), "weights.pth")
+if __name__ == "__main__":
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "found"), [("mp.spawn(train, args=(4,), nprocs=4)", ["warning"]), ("train(0, 1)", [])]
+)
+def test_processes_that_a_script_starts_count_more_than_its_launch(
+    tmp_path: Path, start: str, found: list[str]
+) -> None:
+    command = "torchrun --nproc_per_node=1 train.py\n"
+    assert of(tmp_path, "every-process-saves", train_py=SPAWNED.format(start), run_sh=command) == found
+
+
+BF16 = """import torch, yaml
+from transformers import AutoModelForCausalLM
+config = yaml.safe_load(open("a.yaml"))
+use_bf16 = {}
+policy = AutoModelForCausalLM.from_pretrained("m", torch_dtype=torch.bfloat16 if use_bf16 else torch.float32)
+ref_model = AutoModelForCausalLM.from_pretrained("m")
+ref_model.requires_grad_(False)
+optimizer = torch.optim.AdamW(params=policy.parameters(), lr=5e-7)
+for x in loader:
+    policy(x).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "found"),
+    [
+        ('config["precision"] == "bf16"', ["warning"]),
+        ("True", ["warning"]),
+        ('config["precision"] == "fp16"', []),
+        ("asked()", []),
+    ],
+)
+def test_bf16_that_a_condition_chooses(tmp_path: Path, test: str, found: list[str]) -> None:
+    config = "precision: bf16\nlearning_rate: 5.0e-7\noutput_dir: o\n"
+    assert of(tmp_path, "bf16-rounds-updates-away", train_py=BF16.format(test), a_yaml=config) == found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import FSDP
-from shardwise.lint.rules.branches import branches, spelled_out
+from shardwise.lint.rules.branches import branches, members_of, spelled_out
 from shardwise.lint.rules.families import has_no_spare_rows
 from shardwise.lint.rules.training import (
     calls,
@@ -109,7 +109,10 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     for call in calls(document, "step") if not engine and not _ZEROES.search(texts) else ():
         place, name = around(program, call), stepped(call)
         given = name.endswith("optimizer") and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
-        known, text = is_optimizer(made.get(name, "Adam" if given else "")), ast.unparse(place)
+        kinds = [made.get(name, "Adam" if given else "")]
+        if isinstance(place, ast.For) and (members := members_of(place, name, values_of(document))):
+            kinds, place = [made.get(one, "") for one in members], around(program, call, place)
+        known, text = any(map(is_optimizer, kinds)), ast.unparse(place)
         often = isinstance(place, ast.For | ast.While) or f"{name} = " not in text
         if known and often and ".backward(" in text:
             yield Hit((), fix=f"{name}.zero_grad() after the step", line=call.lineno)
@@ -290,9 +293,10 @@ def _accumulated(document: Document) -> str:
     return counts.pop() if len(counts) == 1 else ""
 
 
-def around(program: ast.Module, call: ast.expr | ast.stmt) -> ast.AST:
-    """The innermost loop or function with a call or a statement."""
-    blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
+def around(program: ast.Module, call: ast.expr | ast.stmt, beyond: ast.AST | None = None) -> ast.AST:
+    """The innermost loop or function with a call or a statement, other than `beyond`."""
+    kinds = ast.For | ast.While | ast.FunctionDef
+    blocks = (one for one in ast.walk(program) if isinstance(one, kinds) and one is not beyond)
     found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
     return max(found, key=lambda one: one.lineno, default=program)
 

@@ -184,7 +184,8 @@ def schedule_and_its_arguments(document: Document, setup: Setup) -> Iterator[Hit
     """The schedule has no such part, or takes the number as something else."""
     decided = any(one.section("scheduler") for one in setup.of("deepspeed"))  # by DeepSpeed, with a warm-up
     for given, line in given_to_trainers(document, setup, every=True):
-        rate, kind = given.get("learning_rate"), str(given.get("lr_scheduler_type")).lower()
+        named = "lr_scheduler" if document.has("base_model") else "lr_scheduler_type"  # Axolotl's
+        rate, kind = given.get("learning_rate"), str(given.get(named)).lower()
         for name in ("warmup_ratio", "warmup_steps"):
             asked = isinstance(given.get(name), int | float) and given[name] > 0
             if asked and not decided and re.fullmatch(r"(\w+\.)?constant", kind):
