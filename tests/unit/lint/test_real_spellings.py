@@ -177,3 +177,94 @@ for x in loader:
 def test_bf16_that_a_condition_chooses(tmp_path: Path, test: str, found: list[str]) -> None:
     config = "precision: bf16\nlearning_rate: 5.0e-7\noutput_dir: o\n"
     assert of(tmp_path, "bf16-rounds-updates-away", train_py=BF16.format(test), a_yaml=config) == found
+
+
+PASSES = """import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(Net().to(rank), device_ids=[rank])
+opt = torch.optim.AdamW(model.parameters())
+for step, x in enumerate(loader):
+{}
+    opt.step()
+    opt.zero_grad()
+"""
+ALL_IN = "    with model.no_sync():\n        loss = model(x).loss\n        loss.backward()"
+LAST_OUT = f"    if step % 4:\n{ALL_IN.replace('    ', '        ', 1).replace(chr(10), chr(10) + '    ')}\n    else:\n        model(x).loss.backward()"
+BACKWARD_IN = "    loss = model(x).loss\n    with model.no_sync():\n        loss.backward()"
+
+
+@pytest.mark.parametrize(
+    ("passes", "found"),
+    [
+        (ALL_IN, ["error"]),
+        (LAST_OUT, []),
+        (BACKWARD_IN, []),  # the forward pass decides: run with torch 2 and two processes
+        (ALL_IN + "\n    reduce(model)", ["error"]),
+        (ALL_IN + "\n    [torch.distributed.all_reduce(p.grad) for p in model.parameters()]", []),
+    ],
+)
+def test_no_sync_around_all_passes_averages_nothing(tmp_path: Path, passes: str, found: list[str]) -> None:
+    assert of(tmp_path, "goes-past-ddp", train_py=PASSES.format(passes)) == found
+
+
+ACCUMULATED = """import torch
+opt = torch.optim.AdamW(model.parameters())
+for step, x in enumerate(loader):
+{}
+    if (step + 1) % steps == 0:
+{}
+        opt.step()
+        opt.zero_grad()
+"""
+LOSS = "    loss = model(x).loss / steps"
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "found"),
+    [
+        (LOSS, "        loss.backward()", ["error"]),
+        ("    loss = model(x).loss\n    loss /= steps", "        scaler.scale(loss).backward()", ["error"]),
+        (f"{LOSS}\n    loss.backward()", "        pass", []),
+        (f"{LOSS}\n    total += loss", "        total.backward()", []),
+        (f"{LOSS}\n    losses.append(loss)", "        sum(losses).backward()", []),
+        ("    pass", "        loss = model(x).loss / steps\n        loss.backward()", []),
+        ("    loss = model(x).loss", "        loss.backward()", []),  # every so many steps, as of a critic
+    ],
+)
+def test_batches_without_a_backward_pass(tmp_path: Path, before: str, inside: str, found: list[str]) -> None:
+    assert of(tmp_path, "gradients-are-cleared", train_py=ACCUMULATED.format(before, inside)) == found
+
+
+@pytest.mark.parametrize(
+    ("pad", "found"),
+    [("tok.pad_token_id", ["warning"]), ("-100", []), ("pad", ["warning"]), ("-100 if ignore else pad", [])],
+)
+def test_labels_that_are_padded_with_the_pad_id(tmp_path: Path, pad: str, found: list[str]) -> None:
+    script = "from transformers import AutoTokenizer, DataCollatorForSeq2Seq\ntok = AutoTokenizer.from_pretrained('t5-small')\n"
+    script += f"pad = tok.pad_token_id\ncollator = DataCollatorForSeq2Seq(tok, label_pad_token_id={pad})\n"
+    assert of(tmp_path, "labels-do-not-fit", train_py=script) == found
+
+
+BEST = """from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments
+(args,) = HfArgumentParser(Seq2SeqTrainingArguments).parse_args_into_dataclasses()
+trainer = Seq2SeqTrainer(model=m, args=args, train_dataset=a, eval_dataset=b{})
+trainer.train()
+"""
+IF_ASKED = ", compute_metrics=f if args.predict_with_generate else None"
+
+
+@pytest.mark.parametrize(
+    ("given", "flags", "found"),
+    [
+        (IF_ASKED, "--eval_strategy epoch", ["error"]),
+        (IF_ASKED, "--eval_strategy epoch --predict_with_generate", []),
+        (IF_ASKED, "--eval_strategy no", []),
+        (", compute_metrics=f", "--eval_strategy epoch", []),
+        (", **more", "--eval_strategy epoch", []),
+        ("", "--eval_strategy steps", ["error"]),
+    ],
+)
+def test_the_best_metric_of_a_command(tmp_path: Path, given: str, flags: str, found: list[str]) -> None:
+    command = f"python train.py --output_dir o --metric_for_best_model rougeLsum {flags}\n"
+    files = {"run_sh": command, "train_py": BEST.format(given)}
+    assert of(tmp_path, "best-metric-is-not-computed", **files) == found

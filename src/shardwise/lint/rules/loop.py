@@ -112,9 +112,9 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
         kinds = [made.get(name, "Adam" if given else "")]
         if isinstance(place, ast.For) and (members := members_of(place, name, values_of(document))):
             kinds, place = [made.get(one, "") for one in members], around(program, call, place)
-        known, text = any(map(is_optimizer, kinds)), ast.unparse(place)
+        text = ast.unparse(place)
         often = isinstance(place, ast.For | ast.While) or f"{name} = " not in text
-        if known and often and ".backward(" in text:
+        if any(map(is_optimizer, kinds)) and often and ".backward(" in text:
             yield Hit((), fix=f"{name}.zero_grad() after the step", line=call.lineno)
             return
 
