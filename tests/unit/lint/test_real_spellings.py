@@ -268,3 +268,33 @@ def test_the_best_metric_of_a_command(tmp_path: Path, given: str, flags: str, fo
     command = f"python train.py --output_dir o --metric_for_best_model rougeLsum {flags}\n"
     files = {"run_sh": command, "train_py": BEST.format(given)}
     assert of(tmp_path, "best-metric-is-not-computed", **files) == found
+
+
+@pytest.mark.parametrize(
+    ("block", "found"),
+    [
+        ("training:\n  num_epochs: 3\n  learning_rate: 2e-4\n", ["warning"]),
+        ("notes:\n  author: me\n  learning_rate: 2e-4\n", []),
+        ("special_tokens:\n  pad_token: a\n", []),
+        ("common: &c\n  num_epochs: 3\n  learning_rate: 2e-4\n<<: *c\n", []),
+    ],
+)
+def test_settings_in_a_block_that_axolotl_has_not(tmp_path: Path, block: str, found: list[str]) -> None:
+    text = f"base_model: m\nmicro_batch_size: 1\ndatasets:\n  - path: a\n    type: alpaca\n{block}"
+    assert of(tmp_path, "misspelt-key", a_yml=text) == found
+
+
+@pytest.mark.parametrize(
+    ("template", "model", "fix"),
+    [
+        ("qwen2", "Qwen/Qwen2-7B-Instruct", "did you mean `qwen`?"),
+        ("llama_3", "a/b", "did you mean `llama3`?"),
+        ("qwen", "Qwen/Qwen2-7B-Instruct", ""),
+        ("chatglm2", "a/b", ""),  # which earlier versions had
+        ("of_mine", "a/b", ""),
+    ],
+)
+def test_templates_that_llama_factory_has_not(tmp_path: Path, template: str, model: str, fix: str) -> None:
+    text = f"model_name_or_path: {model}\nfinetuning_type: lora\nstage: sft\ntemplate: {template}\n"
+    found = [one for one in checked(tmp_path, a_yaml=text) if "no such template" in one.what]
+    assert [(one.severity, one.fix) for one in found] == [("warning", fix)] * bool(fix)
