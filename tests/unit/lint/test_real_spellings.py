@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from checked_files import checked
+from shardwise.lint.check import check, load
+from shardwise.lint.setup import Setup
 
 PARSED = "from transformers import HfArgumentParser, TrainingArguments\nparser = HfArgumentParser(TrainingArguments)\n"
 YAML = "model_name_or_path: m\noutput_dir: o\nwarmup_ratio: 0.1\nlearning_rate: 1.0e-5\n"
@@ -39,6 +41,17 @@ def test_pins_with_brackets_and_in_files_of_other_names(
 ) -> None:
     (tmp_path / name).write_text(text)
     assert of(tmp_path, "flag-was-removed", train_py=PARSED, a_yaml=YAML) == [severity]
+
+
+def test_a_file_of_pins_in_another_folder_is_known_by_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "requirement.txt").write_text("transformers==4.49.0\n")
+    files = [tmp_path / "a.yaml", tmp_path / "train.py", tmp_path / "other" / "requirement.txt"]
+    for path, text in zip(files, (YAML, PARSED), strict=False):
+        path.write_text(text)
+    documents, broken = load(files)
+    found = check(Setup(documents=documents), broken).findings
+    assert [one.severity for one in found if one.rule == "flag-was-removed"] == ["warning"]
 
 
 @pytest.mark.parametrize(("extra", "severity"), [(", allow_extra_keys=True", "warning"), ("", "error")])
@@ -226,6 +239,7 @@ LOSS = "    loss = model(x).loss / steps"
         ("    loss = model(x).loss\n    loss /= steps", "        scaler.scale(loss).backward()", ["error"]),
         (f"{LOSS}\n    loss.backward()", "        pass", []),
         (f"{LOSS}\n    total += loss", "        total.backward()", []),
+        ("    loss = loss + model(x).loss / steps", "        loss.backward()", []),
         (f"{LOSS}\n    losses.append(loss)", "        sum(losses).backward()", []),
         ("    pass", "        loss = model(x).loss / steps\n        loss.backward()", []),
         ("    loss = model(x).loss", "        loss.backward()", []),  # every so many steps, as of a critic

@@ -112,9 +112,8 @@ def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
         kinds = [made.get(name, "Adam" if given else "")]
         if isinstance(place, ast.For) and (members := members_of(place, name, values_of(document))):
             kinds, place = [made.get(one, "") for one in members], around(program, call, place)
-        text = ast.unparse(place)
-        often = isinstance(place, ast.For | ast.While) or f"{name} = " not in text
-        if any(map(is_optimizer, kinds)) and often and ".backward(" in text:
+        often = isinstance(place, ast.For | ast.While) or f"{name} = " not in ast.unparse(place)
+        if any(map(is_optimizer, kinds)) and often and ".backward(" in ast.unparse(place):
             yield Hit((), fix=f"{name}.zero_grad() after the step", line=call.lineno)
             return
 
