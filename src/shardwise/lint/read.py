@@ -23,6 +23,7 @@ LARGEST_FILE_BYTES = 1_000_000
 _VARIABLE = re.compile(r"^\$\{?\w+\}?/")  # `$here/`: a folder that only the shell knows, usually the script's
 _IMPORTS = re.compile(r"^ *(?:from|import) +([\w.]+)(?: +import +\(?([\w, ]+))?", re.MULTILINE)
 _MODULE = pattern("module")  # of no launcher
+_PACKAGE = re.compile(r"-|[A-Za-z][\w.-]*(\[[\w, -]*\])?\s*($|[#;@(]|[=<>~!]=|[<>])|(git\+)?https?://")
 _LOADS = re.compile(r"(?m)^[^#\n]*(?:\bsource|\.|xargs)(?:[ \t]|\))")  # variables of another file
 _SHELLS = (".sh", ".slurm", ".sbatch", ".bash", ".job")
 LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParser\(")  # own settings
@@ -114,9 +115,16 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
     return replace(document, kind=kind)
 
 
+def lists_pins(text: str) -> bool:
+    """Whether the lines of a text are packages, at least one with its version: requirements of any name."""
+    rows = [row.strip() for row in text.splitlines() if row.strip() and not row.lstrip().startswith("#")]
+    return all(map(_PACKAGE.match, rows)) and any(re.match(r"[\w\[\],. -]+[=<>~]=", row) for row in rows)
+
+
 def _unjudged(text: str, name: str) -> Kind | None:
     """What a file is that has no settings, but versions of packages, or LLaMA-Factory's data sets."""
-    pins = any(map(Path(name).match, names("requirements"))) and "Trainer" not in text
+    mine = any(map(Path(name).match, names("requirements")))
+    pins = (mine or (name.endswith(".txt") and lists_pins(text))) and "Trainer" not in text
     return "rows" if Path(name).name == "dataset_info.json" else "pins" if pins else None
 
 

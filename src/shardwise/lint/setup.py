@@ -21,6 +21,7 @@ MOST = 2**31  # upper limit of a model's hidden size and number of heads
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
 _LIBRARIES = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "optimum")
 _LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
+_SPAWNS = re.compile(r"(?m)^[^#\n]*\b(mp|multiprocessing|xmp)\.spawn\(")
 _HALF = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16"}
 
 
@@ -132,6 +133,8 @@ class Setup:
     @property
     def launched(self) -> int | None:
         """The number of processes that the accelerate file or the launch command starts."""
+        if _SPAWNS.search(self.scripts):
+            return None  # each process that is launched starts others
         counts = map(launched_processes, (*self.of("accelerate"), *self.of("training")))
         return next((count for count in counts if count is not None), None)
 

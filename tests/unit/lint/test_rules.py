@@ -125,6 +125,10 @@ BOOL = """import torch
 from mine import parser
 parser.add_argument("--packing", type={})
 """
+BEST = """from transformers import Trainer, TrainingArguments
+args = TrainingArguments("o", eval_strategy="epoch", metric_for_best_model="{}")
+Trainer(model=model, args=args, train_dataset=rows, eval_dataset=others).train()
+"""
 CHAT = """from transformers import AutoModelForCausalLM, AutoTokenizer
 name = "{0}"
 model = AutoModelForCausalLM.from_pretrained(name)
@@ -1108,6 +1112,7 @@ CASES = (
     Case(
         "evaluates-without-rows", ENDS.format("", "evaluate"), ENDS.format("eval_dataset=rows, ", "evaluate")
     ),
+    Case("best-metric-is-not-computed", BEST.format("f1"), BEST.format("eval_loss")),
     Case("nothing-is-saved", ENDS.format("", "train"), ENDS.format("", "save_model")),
     Case("settings-nobody-reads", UNREAD.format("1"), UNREAD.format("settings.warmup")),
     Case(

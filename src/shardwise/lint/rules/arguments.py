@@ -260,11 +260,12 @@ def _names_of_others(document: Document, own: set[str], tool: str, *, lenient: b
 
 @training_rule("warning", "the arguments of LLaMA-Factory, Axolotl, TRL and the Trainer, 2026-08")
 def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
-    """The tool knows a similar key only: it stops, or ignores this one."""
+    """The tool knows a similar key only, or no such block: it stops, or ignores this one."""
     own, tool = {*re.findall(r"\w+", setup.scripts)}, tool_of(document) if document.syntax != "shell" else ""
     lenient = tool != "LLaMA-Factory" or any("ALLOW_EXTRA_ARGS" in one.text for one in setup.documents)
     others = [*_names_of_others(document, own, tool, lenient=lenient)]
     yield from others
+    yield from _unknown_blocks(document, own) if tool == "Axolotl" and "<<:" not in document.text else ()
     named = {hit.key[0] for hit in others}
     strange = [name for name in document.values if name not in _FRAMEWORKS | named]
     if not tool and any(map(_takes_others, setup.of("training"))):
@@ -281,6 +282,16 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
             changes = (Rename((str(name),), near),) if sure else ()
             severity: Severity = "warning" if lenient or not sure else "error"
             yield Hit((str(name),), what, f"did you mean `{near}`?", changes, severity)
+
+
+def _unknown_blocks(document: Document, own: set[str]) -> Iterator[Hit]:
+    """Settings in a block that Axolotl does not have, whose keys are at the top."""
+    for name, block in document.values.items():
+        held = block.keys() & {*names("of_every_training")} if isinstance(block, Mapping) else ()
+        if len(held) > 1 and name not in own:
+            said = ", ".join(f"`{one}`" for one in block if one in _FRAMEWORKS)
+            what = f"Axolotl has no block `{name}`: it ignores {said} in it"
+            yield Hit((name,), what, "these keys at the top of the file, by Axolotl's names")
 
 
 def _takes_others(script: Document) -> bool:

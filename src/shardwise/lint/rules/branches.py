@@ -31,6 +31,16 @@ def spelled_out(test: ast.expr, known: Values, deep: int = 5) -> ast.expr:
     return spelled_out(held, known, deep - 1) if plain and held is not test else test  # type: ignore[arg-type]
 
 
+def members_of(loop: ast.For, name: str, known: Values) -> list[str]:
+    """What a name of a loop over a list, or over `zip` of lists, stands for in its turns."""
+    lists, targets = [loop.iter], [loop.target]
+    if isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "zip":
+        lists, targets = loop.iter.args, getattr(loop.target, "elts", [])
+    pairs = zip(targets, map(known.meant, lists), strict=False)
+    found = (made for target, made in pairs if ast.unparse(target) == name)
+    return [ast.unparse(one) for made in found for one in getattr(made, "elts", [])]
+
+
 def on_one(test: ast.expr, known: Values) -> bool:
     """Whether a condition holds in one process only. `known`: what names mean, `is_main = rank == 0`."""
     return _on_one(spelled_out(test, known), known)

@@ -9,10 +9,15 @@ from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.rules.loop import made_by
 from shardwise.lint.rules.training import calls, given_to_trainers, tree_of, values_of
 from shardwise.lint.schema import names, pattern
+from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
 
 _KEEPS, _TRIES = pattern("keeps_weights"), pattern("only_tries")
 _TEXT = re.compile(r"'[^'\n]*'")
+_COMPUTES_NONE = ("Trainer", "Seq2SeqTrainer")  # TRL's have metrics of their own
+_OWN = ("loss", "runtime", "per_second", "epoch")  # ends of what the Trainer measures itself
+_COMPUTES = re.compile(r"\.compute_metrics = |def (_?evaluate|evaluation_loop|on_evaluate|_maybe_log\w+)\(")
+_ROWS_AT = 5  # arguments up to `eval_dataset`
 _SHORT = 100  # steps of a trial, which keeps nothing
 
 
@@ -37,6 +42,40 @@ def evaluates_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
             trained = any(one.lineno < call.lineno for one in calls(document, "train"))
             what = f"the Trainer has no `eval_dataset`: ValueError{' after the training' * trained}"
             yield Hit((), what, "eval_dataset=ROWS of the Trainer, or remove it", line=call.lineno)
+
+
+@training_rule("error", "transformers/trainer.py 5.23: _determine_best_metric: KeyError")
+def best_metric_is_not_computed(document: Document, setup: Setup) -> Iterator[Hit]:
+    """`metric_for_best_model` is none of the Trainer's own, and it has no `compute_metrics`."""
+    mine = [one for one in setup.of("training") if one.syntax == "python"]
+    mine = [document] if document.syntax == "python" else mine
+    made = [one for script in mine for one in _trainers(script)]
+    plain = len(made) == 1 and ast.unparse(made[0].func).rpartition(".")[2] in _COMPUTES_NONE
+    if not plain or len(made[0].args) > _ROWS_AT or _COMPUTES.search(setup.scripts):
+        return
+    words = {one.arg: one.value for one in made[0].keywords}
+    if None in words or ("compute_metrics" in words and not _is_off(words["compute_metrics"], setup)):
+        return
+    for given, line in given_to_trainers(document, setup, every=True):
+        metric, when = given.get("metric_for_best_model"), given.get("eval_strategy")
+        asked = [str(one).rpartition(".")[2].lower() for one in (when, given.get("evaluation_strategy"))]
+        known = isinstance(metric, str) and metric != UNKNOWN and not metric.endswith(_OWN)
+        if known and {"steps", "epoch"} & {*asked} and "**" not in given:
+            what = f"nothing computes `{metric}`: KeyError after the first evaluation"
+            fix = "compute_metrics=... of the Trainer, or metric_for_best_model: eval_loss"
+            at = document.line(("metric_for_best_model",)) if line is None else line
+            yield Hit(("metric_for_best_model",), what, fix, line=at)
+
+
+def _is_off(given: ast.expr, setup: Setup) -> bool:
+    """Whether `compute_metrics` is None, also as of `f if training_args.predict_with_generate else None`."""
+    match given:
+        case ast.IfExp(test=ast.Attribute(attr="predict_with_generate"), orelse=ast.Constant(value=None)):
+            others = any(one.syntax != "python" for one in setup.of("training"))
+            return others and setup.training("predict_with_generate") in (None, False)
+        case ast.Constant(value=None):
+            return True
+    return False
 
 
 @training_rule("warning", "transformers/trainer_callback.py: DefaultFlowCallback: save_strategy")

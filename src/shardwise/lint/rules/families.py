@@ -19,6 +19,7 @@ from shardwise.models.catalog import lookup
 _OF_TORCH = ("Linear", "Embedding", "LayerNorm", "Conv1d", "ModuleList")
 _FAMILIES: dict[str, str] = table("named_families")
 _KINDS, _OF_FAMILY = table("class_families"), pattern("of_family")
+_HAS_TEMPLATES = "LLaMA-Factory: data/template.py until ff6d4d12"
 _TEMPLATES: dict[str, list[str]] = table("chat_templates")
 _MODEL = ("model_name_or_path", "base_model", "model_name", "model_id", "model", "pretrained_model")
 _LOADS = re.compile(r"(Model\w*|For[A-Z]\w*)\.from_pretrained$")
@@ -167,8 +168,8 @@ def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
 
 
 @training_rule("warning", "LLaMA-Factory: extras/constants.py, register_model_group(template=...)")
-def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
-    """The model does not know the template's tokens, and never sees its own end token."""
+def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The tool has no such template, or the model does not know its tokens, and never sees its own end."""
     template, named = str(document.get("template")), str(document.get("model_name_or_path"))
     last = named.rstrip("/").rpartition("/")[2].lower()
     mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
@@ -178,6 +179,11 @@ def template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
         what = f"template {template} is another family's: {named} learns another end token than its own"
         fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
         yield Hit(("template",), what, fix)
+    own = template in names("templates") or "register_template" in setup.scripts
+    near = None if own or not document.has("finetuning_type") else closest(template, names("templates"))
+    if near and document.has("template"):
+        what = f"LLaMA-Factory has no such template: ValueError `Template {template} does not exist`"
+        yield Hit(("template",), what, f"did you mean `{mine or near}`?", source=_HAS_TEMPLATES)
 
 
 def _padded_with_end(program: ast.Module, model: str) -> int | None:

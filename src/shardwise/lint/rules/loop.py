@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training_rule
-from shardwise.lint.rules.accelerate import DS, FSDP
-from shardwise.lint.rules.branches import branches, spelled_out
+from shardwise.lint.rules.accelerate import FSDP
+from shardwise.lint.rules.branches import branches, members_of, spelled_out
 from shardwise.lint.rules.families import has_no_spare_rows
 from shardwise.lint.rules.training import (
     calls,
+    has_engine,
     is_optimizer,
     known_values,
     modules_of,
@@ -103,15 +104,16 @@ def no_optimizer(document: Document, setup: Setup) -> Iterator[Hit]:
 def no_zero_grad(document: Document, setup: Setup) -> Iterator[Hit]:
     """Backward adds to the gradients: without `zero_grad` a step also has those of all steps before."""
     program, made = tree_of(document), made_by(document)
-    engine = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
-    engine = engine or zero_stage(setup) is not None
+    engine = has_engine(document, setup) or zero_stage(setup) is not None
     texts = " ".join(one.text for one in setup.of("training"))
     for call in calls(document, "step") if not engine and not _ZEROES.search(texts) else ():
         place, name = around(program, call), stepped(call)
         given = name.endswith("optimizer") and re.search(r"def \w+\([^)]*\boptimizer\b", document.text)
-        known, text = is_optimizer(made.get(name, "Adam" if given else "")), ast.unparse(place)
-        often = isinstance(place, ast.For | ast.While) or f"{name} = " not in text
-        if known and often and ".backward(" in text:
+        kinds = [made.get(name, "Adam" if given else "")]
+        if isinstance(place, ast.For) and (members := members_of(place, name, values_of(document))):
+            kinds, place = [made.get(one, "") for one in members], around(program, call, place)
+        often = isinstance(place, ast.For | ast.While) or f"{name} = " not in ast.unparse(place)
+        if any(map(is_optimizer, kinds)) and often and ".backward(" in ast.unparse(place):
             yield Hit((), fix=f"{name}.zero_grad() after the step", line=call.lineno)
             return
 
@@ -290,9 +292,10 @@ def _accumulated(document: Document) -> str:
     return counts.pop() if len(counts) == 1 else ""
 
 
-def around(program: ast.Module, call: ast.expr | ast.stmt) -> ast.AST:
-    """The innermost loop or function with a call or a statement."""
-    blocks = (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While | ast.FunctionDef))
+def around(program: ast.Module, call: ast.expr | ast.stmt, beyond: ast.AST | None = None) -> ast.AST:
+    """The innermost loop or function with a call or a statement, other than `beyond`."""
+    kinds = ast.For | ast.While | ast.FunctionDef
+    blocks = (one for one in ast.walk(program) if isinstance(one, kinds) and one is not beyond)
     found = (one for one in blocks if one.lineno <= call.lineno <= (one.end_lineno or 0))
     return max(found, key=lambda one: one.lineno, default=program)
 
@@ -328,9 +331,9 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
     made, found = made_by(document), [*calls(document, "backward")]
     accelerated = any(name.endswith("Accelerator") for name in document.uses)
     own = ".prepare" in " ".join(made.values()) and accelerated
-    steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+    steps = has_engine(document, setup)
     count = _accumulated(document)
-    formats = [one.get("mixed_precision") for one in (document, *setup.of("accelerate"))]
+    formats = [one.get("mixed_precision") for one in setup.documents]
     scales = not {"bf16", "no"} & {*formats}
     for call in found if own and not any(call.args for call in found) else ():
         owner = ast.unparse(call.func).removesuffix(".backward")
@@ -380,7 +383,7 @@ def accumulate_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
         waits = "%" in ast.unparse(spelled_out(test.test, known))
         around_all = not waits and any(isinstance(one, ast.For | ast.While) for one in ast.walk(test))
         if not around_all and (_STEPS.search(body) or ("continue" in body and waits)):
-            steps = setup.of("deepspeed") or any(one.section(DS) for one in setup.of("accelerate"))
+            steps = has_engine(document, setup)
             if waits and steps and re.search(r"(?i)accel\w*\.backward\(", document.text):
                 what = f"`if {ast.unparse(test.test)}` does not accumulate: under DeepSpeed "
                 what += "accelerator.backward takes the step, at every micro-batch"

@@ -184,7 +184,8 @@ def schedule_and_its_arguments(document: Document, setup: Setup) -> Iterator[Hit
     """The schedule has no such part, or takes the number as something else."""
     decided = any(one.section("scheduler") for one in setup.of("deepspeed"))  # by DeepSpeed, with a warm-up
     for given, line in given_to_trainers(document, setup, every=True):
-        rate, kind = given.get("learning_rate"), str(given.get("lr_scheduler_type")).lower()
+        named = "lr_scheduler" if document.has("base_model") else "lr_scheduler_type"  # Axolotl's
+        rate, kind = given.get("learning_rate"), str(given.get(named)).lower()
         for name in ("warmup_ratio", "warmup_steps"):
             asked = isinstance(given.get(name), int | float) and given[name] > 0
             if asked and not decided and re.fullmatch(r"(\w+\.)?constant", kind):
@@ -301,8 +302,15 @@ def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
 
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: -100 is not learned")
 def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
-    """Labels hide the answer and keep the prompt, or stay longer than their row, which is cut."""
+    """Labels hide the answer and keep the prompt, have the pad id, or stay longer than a row that is cut."""
     program = tree_of(document)
+    for call in calls(document, "DataCollatorForSeq2Seq"):
+        pads = [one for one in call.keywords if one.arg == "label_pad_token_id"]
+        said = [ast.unparse(values_of(document).meant(one.value)) for one in pads]
+        if said and re.fullmatch(r"[\w.]*tok\w*\.(pad|eos)_token_id", said[0]):
+            what = f"labels are padded with `{said[0]}`, and not with -100: the loss counts the padding, too"
+            fix = "remove it: -100 is the default"
+            yield Hit(("label_pad_token_id",), what, fix, severity="warning", line=pads[0].value.lineno)
     left = _PADS_LEFT.search(text := ast.unparse(program)) and "side='right'" not in text
     for function in (one for one in ast.walk(program) if left and isinstance(one, ast.FunctionDef)):
         padded = "padding='max_length'" in ast.unparse(function)

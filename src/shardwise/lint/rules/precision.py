@@ -20,6 +20,10 @@ _MASTERS = re.compile(r"(?i)lora|peft|bitsandbytes|load_in_|\.float\(\)|float32|
 _ADAPTERS = re.compile("(?i)lora|peft")
 _STEPS_ITSELF = re.compile(r"\.backward\(\)(?:.*\n)*? *[\w.]+\.step\(")
 _EXACT, _IN_BF16 = pattern("exact_steps"), re.compile(r"torch\.bfloat16\b|'bfloat16'|\.bfloat16\(\)")
+_OR_FP32 = re.compile(r"torch\.bfloat16 if [^,()\n]+ else torch\.float32")
+_OF_OTHERS = re.compile(
+    r"(reduce|buffer)_dtype=torch\.float32|\bref\w*\.requires_grad_\(False\)"
+)  # no weight
 _FINE = 1e-4  # learning rates up to it are those of fine-tuning: bf16 keeps no such step of most weights
 _TORCH = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 
@@ -200,6 +204,16 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, f"accelerator.{by.rpartition('.')[2]}", line=call.lineno)
 
 
+def _holds(test: ast.expr, document: Document, setup: Setup) -> bool:
+    """Whether a condition holds on a GPU, or with the file's value: `config["precision"] == "bf16"`."""
+    match held := known_values(document, setup).meant(test):
+        case ast.Compare(left=ast.Subscript(slice=ast.Constant(value=str(key))), ops=[ast.Eq()]):
+            return bool(setup.training(key) == getattr(held.comparators[0], "value", held))
+        case ast.Constant(value=True):
+            return True
+    return "cuda" in ast.unparse(test)
+
+
 def _constant(node: ast.expr, document: Document, setup: Setup) -> ast.AST:
     """What an expression stands for, also where another file of the setup defines its name; on a GPU."""
     made = known_values(document, setup).meant(node)
@@ -207,7 +221,7 @@ def _constant(node: ast.expr, document: Document, setup: Setup) -> ast.AST:
         others = (part for one in setup.of("training") for part in tree_of(one).body)
         given = [one.value for one in others if isinstance(one, ast.Assign) and _to(one) == made.id]
         made = given[0] if len(given) == 1 else made
-    if isinstance(made, ast.IfExp) and "cuda" in ast.unparse(made.test):
+    if isinstance(made, ast.IfExp) and _holds(made.test, document, setup):
         return _constant(made.body, document, setup)
     return made
 
@@ -225,6 +239,7 @@ def _models_in_bf16(document: Document, setup: Setup) -> Iterator[tuple[str, int
         inner = [part for part in ast.walk(one.value) if part in loads and isinstance(part, ast.Call)]
         given = [word.value for call in inner for word in call.keywords if "dtype" in str(word.arg)]
         said = " ".join(ast.unparse(_constant(word, document, setup)) for word in given)
+        said = _OR_FP32.sub("", said)  # a condition that is not known
         moved = re.search(r"\.(to|bfloat16)\([^()]*\)$", ast.unparse(one.value))
         name = _to(one) if isinstance(one, ast.Assign) else ast.unparse(one.value).partition(".")[0]
         if _IN_BF16.search(said + (moved[0] if moved else "")):
@@ -242,14 +257,16 @@ def _steps_plainly(setup: Setup) -> bool:
 @training_rule("warning", "torch/optim/adamw.py: addcdiv_ on the weights; bf16 has 8 bits of mantissa")
 def bf16_rounds_updates_away(document: Document, setup: Setup) -> Iterator[Hit]:
     """A step of Adam is about the learning rate: bf16 rounds it away at weights 512 times as large."""
-    program = ast.unparse(tree_of(document))
+    program = _OF_OTHERS.sub("", _OR_FP32.sub("torch.bfloat16", ast.unparse(tree_of(document))))
     models = [] if _EXACT.search(program) else [*_models_in_bf16(document, setup)]
     known = known_values(document, setup)
     managed = re.search(r"Trainer\(|Accelerator\(", program)
     for name, line, pretrained in models if not managed or _steps_plainly(setup) else ():
-        optimizers = [one for one in calls(document, "Adam", "AdamW") if one.args]
-        own = [one for one in optimizers if ast.unparse(one.args[0]) == f"{name}.parameters()"]
-        rates = [word.value for one in own[:1] for word in one.keywords if word.arg == "lr"]
+        optimizers = calls(document, "Adam", "AdamW")
+        words = {one: {word.arg: word.value for word in one.keywords} for one in optimizers}
+        firsts = {one: one.args[0] if one.args else given.get("params") for one, given in words.items()}
+        own = [one for one, first in firsts.items() if first and ast.unparse(first) == f"{name}.parameters()"]
+        rates = [words[one]["lr"] for one in own[:1] if "lr" in words[one]]
         rate = known.value(_constant(rates[0], document, setup)) if rates else 0.001
         if not own and re.search(rf"Trainer\((.*\bmodel=)?{name}[,)](?!.*optimizers=)", program):
             asked = document.has("learning_rate") or setup.training("learning_rate") is not None

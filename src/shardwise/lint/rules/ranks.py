@@ -23,6 +23,7 @@ _CHOOSES = pattern("chooses")
 _ON_CUDA = re.compile(r"\.cuda\(\)|\.to\(['\"]cuda['\"]|\bdevice\(['\"]cuda['\"]")
 _MAKES_ACCELERATOR = re.compile(r"\bAccelerator\(")
 _GLOBAL = re.compile(r"environ(\.get\(|\[)'(RANK|SLURM_PROCID)'|\bget_rank\(\)|getenv\('RANK'")
+_REDUCES = re.compile(r"\ball_?reduce|reduce_scatter|[Aa]ccelerator")
 _EARLY, _DDP = pattern("early"), pattern("wraps_in_ddp")
 _PARTS = re.compile(r"auto_wrap|\bwrap\(|GRAD_OP|NO_SHARD|HYBRID|after_forward *= *False")
 _PRETRAINED = r"(?m)^ *{} = ([\w.]+\.)?(AutoModel\w*|[A-Z]\w+For[A-Z]\w+|\w+LMHeadModel)(\.from_\w+)?\("
@@ -256,6 +257,20 @@ def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
         if past and not {name, f"{name}.forward"} & called.keys():
             what = f"`{name}.module` is called, and not `{name}`: no gradients are averaged between processes"
             yield Hit((), what, f"{name}(...)", line=past.lineno)
+    passes = {call for call in trains if ast.unparse(call.func).endswith("backward")}
+    closed = [one for one in ast.walk(program) if isinstance(one, ast.With) and _never_averages(one)]
+    inside = {part for one in closed for part in ast.walk(one)}
+    if closed and passes <= inside and setup.world_size != 1 and not _REDUCES.search(text):
+        what = "every forward and backward pass is in `no_sync`: no gradients are averaged between processes"
+        fix = "the last micro-batch of a step outside of it"
+        yield Hit((), what, fix, line=closed[0].lineno)
+
+
+def _never_averages(node: ast.With) -> bool:
+    """Whether it is `with model.no_sync():`, and both passes are in it: DDP decides in the forward pass."""
+    owners = [re.fullmatch(r"([\w.]+)\.no_sync\(\)", ast.unparse(one.context_expr)) for one in node.items]
+    said = {ast.unparse(call.func) for call in within(*node.body)}
+    return any(one and one[1] in said for one in owners) and any(one.endswith(".backward") for one in said)
 
 
 def _without_gradients(node: ast.AST) -> bool:

@@ -16,6 +16,7 @@ from shardwise.lint.setup import Setup
 
 _OTHERS = re.compile(r"Accelerator\(|deepspeed\.initialize|[Ll]ightning|Fabric\(")  # these divide themselves
 _NORMALISED = re.compile("|".join(names("normalises_a_loss")))  # by hand, in whatever way
+_GATHERED = re.compile(r"\.(append|extend)\(|\b(cat|stack)\(")  # rows or losses of several turns
 _STEPS = re.compile(r"\.backward\(|\.step\(|zero_grad|\byield\b|DataLoader\(")  # what a loop may do elsewhere
 _GENERATORS = re.compile(r"(?m)^ *([\w.]+) = (?:filter\(.*, )?[\w.]+\.parameters\(\)\)?$")
 _LISTED = "clip_grad_norm_(model.parameters(), ...), or list(...) where {} is made"
@@ -158,9 +159,14 @@ def loss_not_divided(document: Document, setup: Setup) -> Iterator[Hit]:
 
 @loop_rule("error", "torch/optim/optimizer.py: zero_grad sets .grad to None")
 def gradients_are_cleared(document: Document, _: Setup) -> Iterator[Hit]:
-    """`zero_grad` comes before the step that is to use the gradients."""
+    """`zero_grad` comes before the step that is to use the gradients, or backward leaves batches out."""
     made = made_by(document)
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
+        if lost := _left_out(loop):
+            what = f"backward runs only where `{ast.unparse(lost)}`: the other micro-batches are thrown away"
+            fix, line = "backward of each micro-batch, before that condition", loop.backward.lineno
+            yield Hit((), what, fix, line=line, source="autograd: backward alone adds to .grad")
+            continue
         for at, run in enumerate(loop.runs):
             name, since = stepped(run.call), loop.runs[:at]
             clears = [one for one in loop.runs if _clears(one.call, name)]
@@ -194,6 +200,27 @@ def clips_after_the_step(document: Document, _: Setup) -> Iterator[Hit]:
         if len(passes) == len(steps) == 1 and clips and passes[0] < steps[0] < clips[0]:
             fix = f"clip between backward and `{ast.unparse(kinds[steps[0]][1])}`"
             yield Hit((), fix=fix, line=kinds[clips[0]][1].lineno)
+
+
+def _left_out(loop: _Loop) -> ast.expr | None:
+    """The condition of an accumulation's step that its backward waits for, and the forward pass does not."""
+    passes = [run for run in loop.runs if ast.unparse(run.call.func).endswith(".backward")]
+    tests = [{ast.unparse(test): test for test in run.tests} for run in passes]
+    shared = [test for said, test in tests[0].items() if all(said in one for one in tests)]
+    apart = next((test for test in shared if any(_moduli(test))), None)
+    divided = apart is not None and _divides(loop.text, [ast.unparse(one) for one in _moduli(apart)])
+    loss = re.search(r"\w*loss\w*", ast.unparse(passes[0].call))
+    if apart is None or not divided or not loss or _GATHERED.search(loop.text):
+        return None
+    made = re.findall(rf"(?m)^ *(?:\w+, )*{loss[0]}(?:, \w+)* = .*\(.*|^ *{loss[0]} \+= .*", loop.text)
+    early = [run for run in loop.runs if ast.unparse(apart) not in {*map(ast.unparse, run.tests)}]
+    before = any(ast.unparse(run.call) in row for run in early for row in made)
+    return apart if before and not any(" + " in row or "+=" in row for row in made) else None
+
+
+def _divides(text: str, counts: list[str]) -> bool:
+    """Whether a loss is divided by the number of micro-batches, which says that they belong to one step."""
+    return any(re.search(rf"loss\w* (/=|= .*/) {re.escape(one)}(?![\w.])", text) for one in counts)
 
 
 def _clears(call: ast.Call, optimizer: str) -> bool:

@@ -46,6 +46,16 @@ def zero_stage(setup: Setup) -> int | None:
     return next((one for one in (*stages, setup.training("zero_stage")) if isinstance(one, int)), None)
 
 
+def has_engine(document: Document, setup: Setup) -> bool:
+    """Whether a file, the command or a plugin of a script's Accelerator turns DeepSpeed on."""
+    launched = [one for one in setup.of("training") if one.get("launcher") == "accelerate"]
+    asked = setup.of("deepspeed") or any(one.on("use_deepspeed") for one in launched)
+    words = (word for call in calls(document, "Accelerator") for word in call.keywords)
+    given = (values_of(document).meant(one.value) for one in words if one.arg == "deepspeed_plugin")
+    plugin = any(isinstance(one, ast.Call) for one in given)
+    return bool(asked or plugin or any(one.section(DS) for one in setup.of("accelerate")))
+
+
 def tree_of(document: Document) -> ast.Module:
     """The program of a script; an empty one of other files. Rules share it, and leave it as it is."""
     return _program(document.text if document.syntax == "python" else "")
@@ -227,6 +237,7 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                     fix += f"; `{other}` of the arguments needs a section `{other}` in the file"
                 yield Hit((called[0],), what, fix)
         missing = [row for row in absent if row[1] != row[3]]
+        yield from _other_format(document, config, [row[2] for row in missing])
         parsed = not setup.scripts or re.search(r"Parser|parse_args|[Ff]ire|argv", setup.scripts)
         known = document.syntax == "shell" and not document.has(OPEN) and ".y" not in document.text
         if missing and known and parsed:
@@ -238,6 +249,15 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"{config.name} gives {words}, and the command does not: the Trainer {stops}, {_PLEASE}"
             fix = '"auto" in the file, or the same values in both'
             yield Hit(("script",), what, fix, severity="error" if certain else "warning")
+
+
+def _other_format(document: Document, config: Document, missing: list[str]) -> Iterator[Hit]:
+    """fp16 in a YAML of LLaMA-Factory, and bf16 in DeepSpeed's file, or the other way round."""
+    factory = document.syntax == "yaml" and document.has("finetuning_type")
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")) if factory else ():
+        if name in missing and document.on(other):
+            what = f"`{other}` is on, and so is `{name}` in {config.name}. The Trainer stops: {_PLEASE}"
+            yield Hit((other,), what, 'the same in both, or "auto" in the file')
 
 
 def _differs(config: Document, setup: Setup, keys: dict[Key, Any], name: str, given: Any) -> Iterator[Hit]:

@@ -16,7 +16,7 @@ from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
-from shardwise.lint.read import is_file
+from shardwise.lint.read import is_file, lists_pins
 from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
@@ -30,16 +30,21 @@ _NAMES = "|".join(_NOW).replace("_", "[-_]")
 _N = r"\s*[\"']?\d{1,6}(?:\.\d{1,6})*"
 _BOUND = rf"(?:=={_N}(?:\.\*)?|(?:[<>!]=|[<>]|~=(?=\s*[\"']?\d+\.\d)){_N})"
 _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@v4.49.0`
-    rf"(?<![\w.-])({_NAMES})(?:\.git(?=@)|\[[\w,-]*\])?[\"']?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
+    rf"(?<![\w.-])({_NAMES})(?:\.git(?=@)|\[[\w,-]*\])?[\"']?(?:\s*\()?((?:[\"']?,?\s*(?:{_BOUND}|@v{_N}))+)"
 )
 _PARSED = f"TrainingArguments|{'|'.join(names('trl_arguments'))}"
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
-_LARGEST_LOCK, _NEAR = 5_000_000, 2  # folders whose scripts install for a script: its own, and one above
+_LARGEST_LOCK, _LARGEST_TEXT, _NEAR = (
+    5_000_000,
+    50_000,
+    2,
+)  # folders whose scripts install for a script: its own, and one above
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
 _TAKEN_OUT = re.compile(r"(?:\.pop\(|\bdel [\w.]+\[)[\"'](\w+)")  # of a dict
 _ASKS = pattern("asks")  # which version is installed
+_LEAVES_OUT = re.compile(r"allow_extra_keys\s*=\s*True")
 _OWN_CODE = re.compile(r"Tokenizer\w*\.from_pretrained\([^()]*trust_remote_code\s*=\s*True")
 _GIVES_IDS, _AS_IDS, _BOTH = pattern("gives_ids"), pattern("as_ids").pattern, pattern("both_kinds")
 
@@ -54,10 +59,13 @@ def _older(document: Document, setup: Setup, package: str = "transformers") -> s
     if installed.startswith(("3.", "4.")):
         found["transformers"] = f"transformers {installed} is installed here"
     for level, folder in enumerate(Path(document.name).absolute().parents[:4]):
-        asking = (*names("requirements"), *(names("installs") if level < _NEAR else ()))
-        for path in (one for name in asking for one in folder.glob(name) if is_file(one)):
+        asking = (*names("requirements"), *((*names("installs"), "*.txt") if level < _NEAR else ()))
+        for asked, path in ((name, one) for name in asking for one in folder.glob(name) if is_file(one)):
             with suppress(OSError):
-                text = read_bounded(path, _LARGEST_LOCK).decode(errors="replace")
+                most = _LARGEST_TEXT if asked == "*.txt" else _LARGEST_LOCK
+                text = read_bounded(path, most).decode(errors="replace")
+                if asked == "*.txt" and not lists_pins(text):
+                    continue
                 texts.setdefault(relpath(path), "\n".join([text, *map("==".join, _LOCKED.findall(text))]))
         if (folder / ".git").exists():
             break
@@ -145,11 +153,13 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
             older = _older(document, setup)
-            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: it stops"
+            left = of_trainer and _LEAVES_OUT.search(text)
+            does = "`allow_extra_keys` leaves it out" if left else "it stops"
+            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: {does}"
             what += f" from transformers 5.23 on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
-            severity: Severity | None = "warning" if older or "return_remaining" in text else None
+            severity: Severity | None = "warning" if older or left or "return_remaining" in text else None
             yield Hit((old,), what, fix, changes, severity)
 
 
