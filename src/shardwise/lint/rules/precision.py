@@ -21,9 +21,7 @@ _ADAPTERS = re.compile("(?i)lora|peft")
 _STEPS_ITSELF = re.compile(r"\.backward\(\)(?:.*\n)*? *[\w.]+\.step\(")
 _EXACT, _IN_BF16 = pattern("exact_steps"), re.compile(r"torch\.bfloat16\b|'bfloat16'|\.bfloat16\(\)")
 _OR_FP32 = re.compile(r"torch\.bfloat16 if [^,()\n]+ else torch\.float32")
-_OF_OTHERS = re.compile(
-    r"(reduce|buffer)_dtype=torch\.float32|\bref\w*\.requires_grad_\(False\)"
-)  # no weight
+_OF_OTHERS = re.compile(r"(reduce|buffer)_dtype=torch\.float32|\bref\w*\.requires_grad_\(False\)")
 _FINE = 1e-4  # learning rates up to it are those of fine-tuning: bf16 keeps no such step of most weights
 _TORCH = {"torch.bfloat16": "bf16", "bfloat16": "bf16", "torch.float16": "fp16", "float16": "fp16"}
 

@@ -35,11 +35,8 @@ _PINS = re.compile(  # `transformers==4.44`, `trl>=0.7,<0.9`, `transformers.git@
 _PARSED = f"TrainingArguments|{'|'.join(names('trl_arguments'))}"
 _MAJOR = pattern("major")  # `transformers = "^4.44"` of Poetry, `- transformers=4.44` of conda
 _LOCKED = pattern("locked")  # a package of uv.lock and others, with its version
-_LARGEST_LOCK, _LARGEST_TEXT, _NEAR = (
-    5_000_000,
-    50_000,
-    2,
-)  # folders whose scripts install for a script: its own, and one above
+_LARGEST_LOCK, _LARGEST_TEXT = 5_000_000, 50_000
+_NEAR = 2  # folders whose scripts install for a script: its own, and one above
 _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
 _TAKEN_OUT = re.compile(r"(?:\.pop\(|\bdel [\w.]+\[)[\"'](\w+)")  # of a dict
