@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
+from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from shardwise.diagnosis.calibrate import link_between
+from shardwise.diagnosis.probes.ranks import calls_for, seconds_of
 from shardwise.hardware.calibration import Sample
 from shardwise.launch.nodes import free_port
 from shardwise.record.environment import versions
@@ -58,7 +59,11 @@ def rank_main(rank: int, port: int, cpu: bool, out: Path) -> None:
             made = dist.new_group(members)
             mine = made if rank in members else mine
         samples = [
-            Sample(what=what, bytes=size, seconds=seconds_of(what, size, mine, device))
+            Sample(
+                what=what,
+                bytes=size,
+                seconds=seconds_of(device, call_of(what, size, mine, device), calls=calls_for(size)),
+            )
             for what in ("all_gather", "reduce_scatter")
             for size in SIZES[: 3 if cpu else None]
         ]
@@ -76,27 +81,16 @@ def rank_main(rank: int, port: int, cpu: bool, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def seconds_of(what: str, size: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Seconds of a call; the median of three rounds, which all four ranks begin together."""
-    rounds = []
-    if group is not None:
-        full = torch.zeros(size // 4, device=device)
-        part = torch.zeros(size // 4 // group.size(), device=device)
-    for timed in (False, True, True, True):
-        dist.barrier()
-        if group is None:
-            continue
-        calls = (50 if size <= 2**20 else 5) if timed else 1
-        start = time.perf_counter()
-        for _ in range(calls):
-            if what == "all_gather":
-                dist.all_gather_into_tensor(full, part, group=group)
-            else:
-                dist.reduce_scatter_tensor(part, full, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        rounds.append((time.perf_counter() - start) / calls)
-    return statistics.median(rounds[1:]) if rounds else 0.0
+def call_of(
+    what: str, size: int, group: dist.ProcessGroup | None, device: torch.device
+) -> Callable[[], object]:
+    """A call among the ranks of a group; nothing for the others, which only begin together with these."""
+    if group is None:
+        return lambda: None
+    full, part = (torch.zeros(size // 4 // parts, device=device) for parts in (1, group.size()))
+    if what == "all_gather":
+        return partial(dist.all_gather_into_tensor, full, part, group=group)
+    return partial(dist.reduce_scatter_tensor, part, full, group=group)
 
 
 if __name__ == "__main__":

@@ -100,19 +100,12 @@ class Running:
         self._processors = processor_ticks(cores)
         self._since = time.monotonic()
         rendezvous = f"127.0.0.1:{free_port()}"
-        self._nodes = [
-            self._start(
-                node,
-                spec
-                if row.nodes == 1
-                else replace(spec, nodes=Nodes(count=row.nodes, rank=node, rendezvous=rendezvous)),
-            )
-            for node in range(row.nodes)
-        ]
-        self._process = self._nodes[0]
+        self._nodes = [self._start(node, spec, rendezvous) for node in range(row.nodes)]
 
-    def _start(self, node: int, spec: LaunchSpec) -> subprocess.Popen[bytes]:
+    def _start(self, node: int, spec: LaunchSpec, rendezvous: str) -> subprocess.Popen[bytes]:
         """The launcher of one node, which has its share of the GPUs and cores."""
+        if self.row.nodes > 1:
+            spec = replace(spec, nodes=Nodes(count=self.row.nodes, rank=node, rendezvous=rendezvous))
         file = self._folder / f"spec-{node}.json"
         file.write_text(json.dumps(spec.to_json()), encoding="utf-8")
         cores = _part(self._cores, node, self.row.nodes)
@@ -130,7 +123,7 @@ class Running:
 
     def look(self) -> dict[str, Any] | None:
         """The finished row's measurements; None while it runs."""
-        code = self._process.poll()
+        code = self._nodes[0].poll()
         seconds = time.monotonic() - self._since
         steps = self._steps()
         if code is None and self._host_call is None and len(steps) > self._limits.warmup_steps:

@@ -149,21 +149,6 @@ def waits(_: Sequence[Comparison]) -> str:
     return f"{idle.summary()}\n\n{table(head, [*idle.lines()])}"
 
 
-def h100(_: Sequence[Comparison]) -> str:
-    """Rows on two H100."""
-    return _elsewhere("h100")
-
-
-def slow(_: Sequence[Comparison]) -> str:
-    """Rows on two H200 over sockets."""
-    return _elsewhere("slow", over_sockets)
-
-
-def nodes(_: Sequence[Comparison]) -> str:
-    """Rows on two nodes of two H200."""
-    return _elsewhere("two_nodes", two_nodes)
-
-
 def _elsewhere(name: str, hardware: Callable[[Row], Hardware] | None = None) -> str:
     """Rows of a file of its own; `hardware`: what each is predicted on, if not the GPU alone."""
     found = measured_rows(HERE / "results" / f"{name}.jsonl")
@@ -373,9 +358,9 @@ BLOCKS = {
     "missed": missed,
     "host": host,
     "waits": waits,
-    "h100": h100,
-    "slow": slow,
-    "nodes": nodes,
+    "h100": lambda _: _elsewhere("h100"),
+    "slow": lambda _: _elsewhere("slow", over_sockets),
+    "nodes": lambda _: _elsewhere("two_nodes", two_nodes),
     "again": again,
     "apart": apart,
     "peers": peers,

@@ -14,16 +14,7 @@ import numpy as np
 from shardwise.diagnosis import Check
 from shardwise.diagnosis.child import Answer
 from shardwise.diagnosis.gpus import Gpus
-from shardwise.hardware.calibration import (
-    Calibration,
-    Product,
-    Rate,
-    Sample,
-    host_pace,
-    load,
-    of_hardware,
-    save,
-)
+from shardwise.hardware.calibration import Calibration, Product, Rate, Sample, load, of_hardware, save
 from shardwise.record.environment import versions
 from shardwise.simulate.time.collectives import BASE_SECONDS
 from shardwise.units import count
@@ -102,8 +93,9 @@ def summary(found: Calibration) -> str:
         parts.append(f"all-reduce of {smallest.bytes} bytes {_short(smallest.seconds)}")
     if found.host is not None:
         parts.append(f"pinned copies {found.host.bytes_per_second / 1e9:.1f} GB/s")
-    call = found.host_call_seconds
-    parts.append(f"a call of torch {_short(call)}: calls on the host x {host_pace(call):.2g}")
+    parts.append(
+        f"a call of torch {_short(found.host_call_seconds)}: calls on the host x {found.host_pace:.2g}"
+    )
     return ", ".join(parts) + "".join(f"; without {one}" for one in found.skipped)
 
 

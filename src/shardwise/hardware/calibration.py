@@ -71,6 +71,10 @@ class Calibration:
     samples: tuple[Sample, ...]
     skipped: tuple[str, ...]  # what was not measured, and why
 
+    @property
+    def host_pace(self) -> float:
+        return host_pace(self.host_call_seconds)
+
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 
@@ -116,7 +120,7 @@ def calibrated(hardware: Hardware) -> Hardware:
     found = of_hardware(hardware)
     if found is None:
         return hardware
-    hardware = replace(hardware, host_pace=host_pace(found.host_call_seconds))
+    hardware = replace(hardware, host_pace=found.host_pace)
     source = f"shardwise doctor --calibrate on this machine, {found.date}"
     for name, rate in (("intra", found.between), ("host_link", found.host)):
         if rate is not None:

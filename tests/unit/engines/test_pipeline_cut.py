@@ -14,6 +14,9 @@ from shardwise.job.schema import Model
 from shardwise.strategy import Strategy
 from shardwise.trace.trace import Tracer
 
+CUT_BY_FLOPS = pytest.mark.xfail(
+    reason="4.6 % with eight stages: the head takes the time of 3.2 blocks, and the FLOPs of 2.6", strict=True
+)
 SMALL = {
     "num_hidden_layers": 16,
     "hidden_size": 2048,
@@ -26,8 +29,11 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("changes", "bound"),
-    [({}, 1.01), ({"vocab_size": 128256}, 1.05), (SMALL, 1.15)],
-    ids=["7b", "128k", "1b"],
+    [
+        pytest.param({}, 1.01, id="7b"),
+        pytest.param({"vocab_size": 128256}, 1.01, id="128k", marks=CUT_BY_FLOPS),
+        pytest.param(SMALL, 1.15, id="1b"),
+    ],
 )
 def test_the_slowest_stage_is_close_to_the_best_cut(changes: dict[str, Any], bound: float) -> None:
     hardware = parse_hardware("8xH100")

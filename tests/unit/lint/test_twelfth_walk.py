@@ -7,18 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.lint.check import check, load
+from checked_files import checked
 from shardwise.lint.finding import Finding
-from shardwise.lint.setup import Setup
 
 
 def found(folder: Path, **texts: str) -> list[Finding]:
     """Errors and warnings of files whose names are the words: `train_py`."""
-    files = [folder / f"{name[: name.rindex('_')]}.{name[name.rindex('_') + 1 :]}" for name in texts]
-    for file, text in zip(files, texts.values(), strict=True):
-        file.write_text(text)
-    documents, broken = load(files)
-    return [one for one in check(Setup(documents=documents), broken).findings if one.severity != "note"]
+    return [one for one in checked(folder, **texts) if one.severity != "note"]
 
 
 def rules(folder: Path, **texts: str) -> list[tuple[str, str]]:

@@ -61,7 +61,7 @@ def measure(stage: Callable[[str], None]) -> dict[str, Any]:
         try:
             for num_bytes in COLLECTIVES[device.type]:
                 stage(f"{name} of {num_bytes} bytes")
-                seconds = _seconds(device, act(num_bytes), calls=_calls(num_bytes))
+                seconds = seconds_of(device, act(num_bytes), calls=calls_for(num_bytes))
                 found["samples"].append({"what": name, "bytes": num_bytes, "seconds": seconds})
         except RuntimeError as error:  # gloo of older versions of torch has fewer of them
             if device.type == "cuda":
@@ -102,7 +102,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _seconds(device: torch.device, act: Callable[[], object], *, calls: int) -> float:
+def seconds_of(device: torch.device, act: Callable[[], object], *, calls: int) -> float:
     """Seconds of a call on `device`; all ranks begin together."""
     act()
     rounds = []
@@ -122,7 +122,8 @@ def _round(device: torch.device, act: Callable[[], object], calls: int) -> float
     return (time.perf_counter() - start) / calls
 
 
-def _calls(num_bytes: int) -> int:
+def calls_for(num_bytes: int) -> int:
+    """How often a transfer of so many bytes is timed in a row."""
     return 50 if num_bytes <= 2**20 else 10 if num_bytes <= 2**24 else 5
 
 
@@ -131,7 +132,7 @@ def _memory(device: torch.device) -> float:
     num_bytes = MEMORY_BYTES[device.type]
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * num_bytes / _seconds(device, lambda: target.copy_(source), calls=5)
+    return 2 * num_bytes / seconds_of(device, lambda: target.copy_(source), calls=5)
 
 
 def _products(device: torch.device, stage: Callable[[str], None]) -> Iterator[dict[str, Any]]:
@@ -140,7 +141,7 @@ def _products(device: torch.device, stage: Callable[[str], None]) -> Iterator[di
         stage(f"multiplying matrices of {side} x {side}")
         calls = 1 if device.type == "cpu" else 100 if side <= 4096 else 10
         a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-        seconds = _seconds(device, partial(torch.mm, a, b, out=torch.empty_like(a)), calls=calls)
+        seconds = seconds_of(device, partial(torch.mm, a, b, out=torch.empty_like(a)), calls=calls)
         yield {"side": side, "flops_per_second": 2 * side**3 / seconds}
 
 
@@ -152,7 +153,7 @@ def _copies(device: torch.device, stage: Callable[[str], None]) -> Iterator[dict
             host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned")
             for what, target, source in ((f"{kind}_to_gpu", gpu, host), (f"gpu_to_{kind}", host, gpu)):
                 copy = partial(target.copy_, source, non_blocking=True)
-                seconds = _seconds(device, copy, calls=_calls(num_bytes))
+                seconds = seconds_of(device, copy, calls=calls_for(num_bytes))
                 yield {"what": what, "bytes": num_bytes, "seconds": seconds}
 
 

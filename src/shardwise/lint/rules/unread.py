@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+from shardwise.job.paths import read_bounded
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
-from shardwise.lint.read import imported
+from shardwise.lint.read import LARGEST_FILE_BYTES, imported
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.training import calls, tree_of
 from shardwise.lint.schema import names, pattern
@@ -31,7 +32,7 @@ def _words_elsewhere(setup: Setup, document: Document) -> set[str]:
     texts = shells if document.syntax != "python" else []
     for path in (path for one in scripts for path in imported(one)):
         with suppress(OSError):
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+            texts.append(read_bounded(path, LARGEST_FILE_BYTES).decode(errors="replace"))
     return {*re.findall(r"\w+", " ".join(texts))}
 
 
