@@ -3,7 +3,8 @@
     python benchmarks/accuracy/link.py --out two-nodes.json
 
 Both nodes are on this machine; NCCL_HOSTID makes NCCL take them for two, joined by its sockets. `both pairs`
-is the rate of one GPU while all send, which the simulator counts with. --cpu tries the script over gloo.
+and `all` are what a row is predicted with (predict.two_nodes). --cpu tries the script over gloo. The output is
+a line of results/two_nodes_link.jsonl.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def rank_main(rank: int, port: int, cpu: bool, out: Path) -> None:
                 bytes=size,
                 seconds=seconds_of(device, call_of(what, size, mine, device), calls=calls_for(size)),
             )
-            for what in ("all_gather", "reduce_scatter")
+            for what in ("all_gather", "reduce_scatter", "all_reduce")
             for size in SIZES[: 3 if cpu else None]
         ]
         if rank == 0:
@@ -90,6 +91,8 @@ def call_of(
     full, part = (torch.zeros(size // 4 // parts, device=device) for parts in (1, group.size()))
     if what == "all_gather":
         return partial(dist.all_gather_into_tensor, full, part, group=group)
+    if what == "all_reduce":
+        return partial(dist.all_reduce, full, group=group)
     return partial(dist.reduce_scatter_tensor, part, full, group=group)
 
 

@@ -149,13 +149,13 @@ def waits(_: Sequence[Comparison]) -> str:
     return f"{idle.summary()}\n\n{table(head, [*idle.lines()])}"
 
 
-def _elsewhere(name: str, hardware: Callable[[Row], Hardware] | None = None) -> str:
-    """Rows of a file of its own; `hardware`: what each is predicted on, if not the GPU alone."""
+def _elsewhere(name: str, hardware: Callable[[Row, Comparison], Hardware] | None = None) -> str:
+    """Rows of a file of its own; `hardware`: what each measurement is predicted on, if not the GPU alone."""
     found = measured_rows(HERE / "results" / f"{name}.jsonl")
     lines = []
     for row in load_rows(HERE / f"{name}.toml"):
         measured = found[row.id]
-        one = compare(row, measured, hardware=hardware(row) if hardware else None)
+        one = compare(row, measured, hardware=hardware(row, measured) if hardware else None)
         if one["oom"]:
             said = "predicted to fit" if one["fits"] else "as predicted"
             lines.append([f"`{row.id}`", f"out of memory, {said}", *[""] * 6])
