@@ -9,7 +9,7 @@ import difflib
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -96,6 +96,16 @@ def nearest(path: Path) -> str:
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
     return f"the nearest folder that exists is {parent.resolve()}{lookup}"
+
+
+def alike(name: str, files: Iterable[str], base: Path = Path()) -> str:
+    """The folder below `base` that holds one of `files` and has nearly the last name of `name`; or empty."""
+    folders: dict[str, Path] = {}
+    for pattern in (f"{above}/{file}" for above in ("*", "*/*") for file in files):
+        for path in sorted(base.glob(pattern)):
+            folders.setdefault(path.parent.name, path.parent.relative_to(base))
+    near = difflib.get_close_matches(Path(name).name, folders, n=1, cutoff=0.75)
+    return str(folders[near[0]]) if near else ""
 
 
 def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
