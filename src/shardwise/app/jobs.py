@@ -12,7 +12,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job import load
 from shardwise.job.load import LoadedJob
 from shardwise.job.schema import Job
-from shardwise.models.catalog import no_tokenizer
+from shardwise.models.catalog import no_tokenizer, unknown
 from shardwise.units import GIB
 
 AnyJob = Job | str | Path
@@ -64,9 +64,17 @@ def read(job: AnyJob, changes: Sequence[str] = (), *, needs_data: bool = True) -
     return load.load_job(job, changes, needs_data=needs_data)
 
 
+def plannable(loaded: LoadedJob) -> LoadedJob:
+    """The job; JobError where nothing has the name of its model."""
+    if error := unknown(loaded.job.model.source, loaded.base("model.source")):
+        raise loaded.located(error)
+    return loaded
+
+
 def trainable(loaded: LoadedJob) -> LoadedJob:
-    """The job; JobError where its model has no tokenizer, which only a plan does without."""
-    if error := no_tokenizer(loaded.job.model):
+    """The job; JobError where it has no model, or no tokenizer, which only a plan does without."""
+    model = plannable(loaded).job.model
+    if error := no_tokenizer(model, base=loaded.base("model.tokenizer")):
         raise loaded.located(error)
     return loaded
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from shardwise.app.jobs import AnyJob, Changes, hardware_of, read, size_in_bytes, texts
+from shardwise.app.jobs import AnyJob, Changes, hardware_of, plannable, read, size_in_bytes, texts
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import with_slot
@@ -122,7 +122,7 @@ def _job(
     """The job that is asked for, and the flags for what was assumed."""
     if job is not None:
         more = [] if model is None else [f"model.source={model}"]
-        loaded = read(job, [*changes, *more], needs_data=False)
+        loaded = plannable(read(job, [*changes, *more], needs_data=False))
         absent = paths.missing_data(loaded.job.data.train)
         return loaded, tuple(f"{what}: its rows are taken as full" for what, _ in absent)
     sketched = sketch(model or "", changes, world_size=hardware.world_size)

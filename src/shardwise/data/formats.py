@@ -5,10 +5,11 @@ converted; a fault is described in one sentence.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from shardwise.data.columns import Columns, proposal
 from shardwise.data.sources import Findings, Record, Source, Text
 from shardwise.errors import DataError, what_of
 from shardwise.job.schema import Data
@@ -32,6 +33,14 @@ BEFORE = {
     "tool": ("call", "tool"),
 }
 """What may come before a message of each role; `call` is an assistant's message that calls functions."""
+SHARED_FIELDS = {"system", "tools"}
+OWN_FIELDS: dict[Format, set[str]] = {
+    "prompt-completion": {"prompt", "completion"},
+    "alpaca": {"instruction", "input", "output", "history"},
+    "sharegpt": {"conversations", "messages"},
+    "messages": {"conversations", "messages"},
+    "text": {"text"},
+}
 EXPECTED = (
     "prompt-completion: prompt, completion; alpaca: instruction, output (input, system, history); sharegpt: "
     "conversations of {from, value}; messages: messages of {role, content}; text: text"
@@ -59,8 +68,12 @@ class UnknownFormatError(DataError):
     """A record's fields fit no format."""
 
 
-def detect(record: Record) -> Format:
-    """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones."""
+def detect(record: Record, given: Record | None = None, named: Iterable[str] = ()) -> Format:
+    """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones.
+
+    `given`: the record with the names that its file has, for messages; `named`: fields that the job names,
+    which decide where several formats fit.
+    """
     where, fields = record[0], {name: value for name, value in record[1].items() if value is not None}
     pair = {"prompt", "completion"} <= fields.keys()
     alpaca = {"instruction", "output"} | ({"input", "history"} if pair else set())
@@ -74,15 +87,19 @@ def detect(record: Record) -> Format:
         "text": isinstance(fields.get("text"), str),
     }
     fits = [name for name, fit in signs.items() if fit]
+    fits = [name for name in fits if OWN_FIELDS[name].issuperset({*named} - SHARED_FIELDS)] or fits
     if len(fits) == 1:
         return fits[0]
-    names = sorted(f"{name}{' (null)' * (value is None)}" for name, value in record[1].items())
+    own = (given or record)[1]
+    names = sorted(f"{name}{' (null)' * (value is None)}" for name, value in own.items())
     found = f"fields found: {', '.join(names) or 'none'}"
     if fits:
         what = f"the samples could be read as {' or as '.join(fits)}; {found}"
         raise DataError(what, where=where, fix=f"say which: data.format: {fits[0]}")
     what = f"the samples are of no known format; {found}"
-    raise UnknownFormatError(what, where=where, fix=f"known are {EXPECTED}")
+    fix, columns = f"known are {EXPECTED}", proposal(own)
+    fix += f"; or name the file's fields: {columns}" if columns else ""
+    raise UnknownFormatError(what, where=where, fix=fix)
 
 
 class Reader:
@@ -92,9 +109,13 @@ class Reader:
     of them; the samples after the first bad one are of no use.
     """
 
-    def __init__(self, sources: Sequence[Source], data: Data) -> None:
-        self.sources, self.data, self.read = sources, data, 0
+    def __init__(self, sources: Sequence[Source], data: Data, *, key: str = "data.train") -> None:
+        """`key`: the job's key that names them; samples to evaluate on may have the formats' own names."""
+        self.sources, self.data, self.key, self.read = sources, data, key, 0
         self.formats: list[Format] = []
+        self._columns = Columns({**data.format} if isinstance(data.format, dict) else {})
+        self._unread = 0  # faults of the files
+        self._misfit: Record | None = None  # the first record that does not fit, with its own names
         fix = "correct them, or leave them out with data.skip_bad: true"
         self.bad = Findings("samples cannot be used", fix, tolerated=data.skip_bad)
 
@@ -106,24 +127,62 @@ class Reader:
         """The samples of one source after the other."""
         for source in self.sources:
             yield self._read(source)
+        if self.key == "data.train":
+            self._columns.check()
+        if self.bad.count == self.read + self._unread:
+            self.bad.fix = self._fix_for_all()
         self.bad.raise_if_fatal()
 
+    def _fix_for_all(self) -> str:
+        """What to do where no sample can be used: to leave them out would leave nothing."""
+        if self._misfit is None:
+            return "correct them: no sample can be used"
+        try:
+            found = self._detect(self._misfit)
+        except DataError as error:
+            return error.problems[0].fix
+        right = found in self.formats
+        return "correct them: no sample can be used" if right else f"they look like data.format: {found}"
+
+    def _detect(self, given: Record) -> Format:
+        return detect(self._columns.renamed(given), given, self._columns.names)
+
+    def _records(self, source: Source) -> Iterator[Record | Text]:
+        """The records of a source, and how many it could not read."""
+        records = source.read(self.bad)
+        while True:
+            before = self.bad.count
+            record = next(records, None)
+            self._unread += self.bad.count - before
+            if record is None:
+                return
+            yield record
+
     def _read(self, source: Source) -> Iterator[Sample]:
-        format_: Format | None = None if self.data.format == "auto" else self.data.format
-        for item in source.read(self.bad):
+        asked = self.data.format
+        format_: Format | None = None if isinstance(asked, dict) or asked == "auto" else asked
+        for given in self._records(source):
+            item = given if isinstance(given, Text) else self._columns.renamed(given)
             begins = not isinstance(item, Text) or item.begins
             if begins and self.data.max_samples is not None and self.read == self.data.max_samples:
                 return
             self.read += begins
             try:
-                format_ = "text" if isinstance(item, Text) else format_ or detect(item)
+                format_ = "text" if isinstance(given, Text) else format_ or self._detect(given)
                 if format_ not in self.formats:
                     self.formats.append(format_)
                 yield item if isinstance(item, Text) else convert(item, format_, system=self.data.system)
             except (SampleError, UnknownFormatError) as error:
-                if isinstance(error, UnknownFormatError) and not self.data.skip_bad:
-                    raise
-                self.bad.add(item.where if isinstance(item, Text) else item[0], what_of(error))
+                if isinstance(given, Text):
+                    self.bad.add(given.where, what_of(error))
+                    continue
+                self._misfit = self._misfit or given
+                what = what_of(error)
+                if isinstance(error, UnknownFormatError):
+                    what += self._columns.absent(given[1])
+                    if not self.data.skip_bad:
+                        raise UnknownFormatError(what, where=given[0], fix=error.problems[0].fix) from None
+                self.bad.add(given[0], what)
 
 
 def convert(record: Record, format_: Format, *, system: str | None = None) -> Sample:

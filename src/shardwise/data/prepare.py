@@ -20,7 +20,7 @@ from shardwise import folders
 from shardwise.data.cache import FORMAT, Entry, TokenDataset, Writer, load_or_build
 from shardwise.data.chat import Encoded, Encoder, Renderer, Tokens, template_for, unknown_markers
 from shardwise.data.formats import Conversation, Reader, Sample
-from shardwise.data.packing import permutation, rows_of_epoch
+from shardwise.data.packing import permutation, rows_of_epoch, taken
 from shardwise.data.render import Rendered
 from shardwise.data.sources import Findings, Source, Text, open_sources
 from shardwise.errors import DataError
@@ -28,7 +28,9 @@ from shardwise.job.schema import Data, Job
 
 BATCH_SAMPLES = 256
 BATCH_CHARS = 2 << 20  # samples are tokenised together up to these numbers, which bounds the memory
-KEPT_SHARE = 0.95  # of the conversations' tokens: the row length that would keep it is found
+KEPT_SHARES = (0.95, 0.99, 0.999, 1.0)
+"""Of the conversations' tokens: a longer row is found that keeps the first one which at least halves what is
+lost. Where little is lost, 95 % would be less than the present length keeps."""
 ROUND_LENGTH = 64  # to multiples of this
 SHOWN_TOKENS = 2048  # at most this many tokens of the first sample are shown
 
@@ -62,7 +64,8 @@ class Counts:
     truncated: int = 0  # conversations cut to the length of a row
     without_target: int = 0  # conversations and pieces of text dropped because no token of them is trained
     lost_tokens: int = 0  # tokens of conversations that a longer row would have kept
-    length_for_95: int = 0  # tokens a row needs to keep 95 % of them, where any are lost
+    longer_row: int = 0  # tokens a row needs to keep `longer_row_keeps` of them, where any are lost
+    longer_row_keeps: float = 0.0  # one of KEPT_SHARES
     split: int = 0  # conversations that became several samples because the template rewrites earlier turns
     samples: int = 0  # tokenised samples: conversations, or pieces of text no longer than a row
 
@@ -79,14 +82,16 @@ def prepare(
     data = job.data
     build = _Build(data, tokenizer, vocab_size, cache_root or folders.cache_root())
     entries = [build.dataset(data.train, key="data.train")]
-    (train, note, _), held_out = entries[0][1], None
+    (train, note, _), held_out, sets = entries[0][1], None, None
+    every = train.starts  # also of the samples that are held out
     if data.weights is not None:
         names = [data.train] if isinstance(data.train, str) else data.train
         opened = [
             open_sources(name, split=data.split, subset=data.subset, key="data.train") for name in names
         ]
-        each = np.repeat(data.weights, [len(sources) for sources in opened])
-        train = replace(train, weights=np.repeat(each, note["of_sources"]))
+        of_set = np.repeat(np.arange(len(names)), [len(sources) for sources in opened])
+        sets = np.repeat(of_set, note["of_sources"])
+        train = replace(train, weights=np.array(data.weights)[sets])
     if data.eval is not None:
         entries.append(build.dataset(data.eval, key="data.eval"))
         held_out = entries[1][1].dataset
@@ -99,6 +104,7 @@ def prepare(
         train=train,
         eval=held_out,
         summary=_summary(job, note, train, held_out)
+        | ({} if sets is None else {"drawn": _drawn(job, train, sets[np.searchsorted(every, train.starts)])})
         | {"key": _hash(*(key for key, _ in entries), split)}
         | ({"unknown_markers": unknown} if unknown else {}),
         content=_hash(*(entry.sha256 for _, entry in entries), split),
@@ -164,7 +170,7 @@ class _Build:
         return name, load_or_build(self.root, name, lambda writer: self._fill(writer, sources, key))
 
     def _fill(self, writer: Writer, sources: list[Source], key: str) -> dict[str, Any]:
-        reader = Reader(sources, self.data)
+        reader = Reader(sources, self.data, key=key)
         encoder = Encoder(self.tokenizer, vocab_size=self.vocab_size)
         rows = _RowWriter(writer, self.data.sequence_length, self.data.too_long)
         of_sources = []
@@ -245,17 +251,21 @@ class _RowWriter:
             self.counts.lost_tokens += length - kept
 
     def finish(self) -> None:
-        """Find the length of a row that would have kept 95 % of the conversations' tokens."""
+        """Find the length of a row that would have kept more of the conversations' tokens."""
         if not self.counts.lost_tokens:
             return
         lengths = np.sort(np.array(self._lengths, dtype=np.int64))
-        wanted, sums = KEPT_SHARE * lengths.sum(), np.cumsum(lengths)
         longer = np.arange(len(lengths), 0, -1)  # how many are at least as long
         cut = self._too_long == "truncate"
+        now = np.minimum(lengths, self._room) if cut else lengths[lengths <= self._room]
+        lost = 1 - now.sum() / lengths.sum()
+        share = next(one for one in KEPT_SHARES if one == 1.0 or 1 - one <= lost / 2)
+        wanted, sums = share * lengths.sum(), np.cumsum(lengths)
         kept = sums - lengths + lengths * longer if cut else sums  # by rows as long as each
         first = int(np.searchsorted(kept, wanted))
         enough = (wanted - sums[first] + lengths[first]) / longer[first] if cut else lengths[first]
-        self.counts.length_for_95 = -math.ceil(enough) // ROUND_LENGTH * -ROUND_LENGTH
+        self.counts.longer_row = -math.ceil(enough) // ROUND_LENGTH * -ROUND_LENGTH
+        self.counts.longer_row_keeps = share
 
     def _add(self, encoded: Encoded, group: int) -> bool:
         """Write a sample; False where nothing of it would be trained."""
@@ -324,6 +334,14 @@ def _summary(
         )
         summary["fill"] = round(_total(train.lengths[rows.order]) / (len(rows) * length), 4)
     return summary
+
+
+def _drawn(job: Job, train: TokenDataset, sets: npt.NDArray[np.int64]) -> list[tuple[str, int]]:
+    """How many samples of each entry of `data.train` the first epoch takes; `sets`: the entry of each."""
+    names = [job.data.train] if isinstance(job.data.train, str) else job.data.train
+    assert train.weights is not None
+    order = taken(train.weights, job.train.seed, 0)
+    return list(zip(names, np.bincount(sets[order], minlength=len(names)).tolist(), strict=True))
 
 
 def _total(column: npt.NDArray[Any]) -> int:

@@ -59,6 +59,7 @@ class EngineSpec:
     runtime: str  # `module:class` that trains, which imports torch
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     plain = False  # Whether it is PyTorch alone, in one process: where nothing is gained, the simplest choice
+    only_adapters = False  # Whether `auto` leaves it out where all weights are trained
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
     pipeline = False  # Whether it can put blocks on different GPUs

@@ -10,15 +10,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from shardwise.errors import CheckpointError, JobError
 from shardwise.inference.model import LoadedModel
+from shardwise.job.paths import alike
 from shardwise.job.schema import Model
 from shardwise.models.adapters import quiet_peft
+from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
 from shardwise.models.file_weights import quiet
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
-from shardwise.record.read import is_run_folder, read_run
+from shardwise.record.read import JOB, is_run_folder, read_run
 from shardwise.training.afterwards import base_of, newest_checkpoint
+
+LOADED = (*MODEL_FILES, ADAPTER_CONFIG, JOB)
+"""One of them is in a folder that can be loaded: of a model, an adapter or a run."""
 
 
 def load_model(name: str) -> LoadedModel:
@@ -37,7 +42,12 @@ def load_model(name: str) -> LoadedModel:
         path.exists() or name.startswith((".", "/", "~")) or (len(path.parts) > 1 and path.parent.is_dir())
     )
     if local and not (path / "config.json").is_file():
+        if not path.exists() and (near := alike(name, LOADED, path.parent)):
+            fix = f"did you mean {path.parent / near}?"
+            raise JobError(f"there is no folder {name}", where=name, fix=fix)
         read_run(path, with_events=False)  # says that it is none, and which runs are near
+    if not local and (error := unknown(name, files=LOADED)):
+        raise error
     model, folder = _published(Model(source=name))
     return LoadedModel(path.resolve().name if path.is_dir() else name, model, _tokenizer(folder))
 

@@ -110,7 +110,8 @@ def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     chat = ("data.loss_on", "data.chat_template", "data.system", "data.too_long")
     keys = tuple(key for key in chat if key in given)
     names = ", ".join(keys)
-    if data.format == "text" and keys and not (keys == chat[:1] and data.loss_on == "all"):
+    text = data.format == "text" or (isinstance(data.format, dict) and "text" in data.format)
+    if text and keys and not (keys == chat[:1] and data.loss_on == "all"):
         what = f"{names} {'are' if len(keys) > 1 else 'is'} for conversations, and data.format is text"
         yield Problem(what=what, where=names, fix="remove, or choose the format of the conversations")
 

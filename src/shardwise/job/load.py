@@ -29,6 +29,13 @@ class LoadedJob:
     job: Job
     origins: Mapping[str, Origin]
     """By dotted key (`train.steps`); a key that is not in it has its default."""
+    folder: Path = Path()
+    """That of the job's file."""
+
+    def base(self, key: str) -> Path:
+        """The folder from which the paths of a key count."""
+        origin = self.origins.get(key)
+        return self.folder if origin is not None and origin.kind == "file" else Path()
 
     def where(self, key: str) -> str:
         """`job.yaml:12: train.steps`, or the flag that set it, or the bare key if it has its default."""
@@ -93,7 +100,8 @@ def _checked(
         problems += [one for one in found if not one.what.startswith(absent)]
     if job is None or problems:
         raise _error(sorted(problems, key=_line), f"{document.name} has {len(problems)} problems")
-    return LoadedJob(job=job, origins={dotted(key): origin for key, origin in document.origins.items()})
+    origins = {dotted(key): origin for key, origin in document.origins.items()}
+    return LoadedJob(job=job, origins=origins, folder=folder)
 
 
 def _error(problems: list[Problem], headline: str, kind: type[JobError] = JobError) -> JobError:

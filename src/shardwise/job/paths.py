@@ -8,8 +8,9 @@ like a data file, or has more than one `/`; otherwise it is a name on a hub or i
 import difflib
 import errno
 import os
+import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -19,6 +20,11 @@ LOCAL = ("model.source", "model.tokenizer", "data.train", "data.eval", "data.cha
 RULE = "paths in a job file count from its folder, in --set from the working directory"
 TEMPLATES = ("chatml", "llama-3", "alpaca")
 """Chat templates that a job may name instead of a file (data/templates/)."""
+TEMPLATE_OF = {
+    "chatml": ("Qwen", "Yi", "SmolLM", "InternLM2"),
+    "llama-3": ("Llama-3",),
+}
+"""Families of models that were trained with one of them, as others may name a template."""
 FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
 """What `shardwise init --from` writes where no file says it."""
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
@@ -98,6 +104,16 @@ def nearest(path: Path) -> str:
     return f"the nearest folder that exists is {parent.resolve()}{lookup}"
 
 
+def alike(name: str, files: Iterable[str], base: Path = Path()) -> str:
+    """The folder below `base` that holds one of `files` and has nearly the last name of `name`; or empty."""
+    folders: dict[str, Path] = {}
+    for pattern in (f"{above}/{file}" for above in ("*", "*/*") for file in files):
+        for path in sorted(base.glob(pattern)):
+            folders.setdefault(path.parent.name, path.parent.relative_to(base))
+    near = difflib.get_close_matches(Path(name).name, folders, n=1, cutoff=0.75)
+    return str(folders[near[0]]) if near else ""
+
+
 def missing_data(names: str | list[str] | None) -> Iterator[tuple[str, str]]:
     """Yield (what, fix) for each file or folder of training data that cannot be meant."""
     for name in [names] if isinstance(names, str) else names or []:
@@ -143,7 +159,20 @@ def missing(name: str | None, kind: Literal["file", "folder"] = "folder") -> Ite
 def missing_template(name: str | None) -> Iterator[tuple[str, str]]:
     """Yield (what, fix) if a chat template is neither a file nor one that is known by name."""
     for what, fix in missing(None if name in TEMPLATES else name, "file"):
-        yield what, f"{fix}; or one of {', '.join(TEMPLATES)}"
+        if uses := _template_of(Path(str(name)).name):
+            yield f"there is no template of that name, and no file {name}", uses
+        else:
+            yield what, f"{fix}; or one of {', '.join(TEMPLATES)}; unset it is the tokenizer's own"
+
+
+def _template_of(name: str) -> str:
+    """`Qwen uses chatml` for `qwen2.5`; empty where no family begins so, or the name is a path."""
+    for template, families in TEMPLATE_OF.items():
+        for family in families:
+            start = family.replace("-", "[-_]?") + ("(?![0-9])" if family[-1].isdigit() else "(?![a-z])")
+            if re.match(start, name, re.IGNORECASE) and Path(name).suffix != ".jinja":
+                return f"{family} uses {template}: data.chat_template: {template}"
+    return ""
 
 
 def blocked_output(output: str) -> Iterator[tuple[str, str]]:

@@ -16,12 +16,18 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(min_length=1)]
+SAMPLE_FIELDS = (
+    "prompt", "completion", "instruction", "input", "output", "history", "system",
+    "conversations", "messages", "tools", "text",
+)  # fmt: skip
 Kept = Literal["last", "best", "every", "days", "mirror"]
 
 if TYPE_CHECKING:
     EngineName = str
     StrategyName = str
+    SampleField = str
 else:
+    SampleField = Literal[SAMPLE_FIELDS]
     EngineName = Literal[tuple(ENGINES)]
     StrategyName = Literal[("auto", *NAMED)]
 
@@ -96,8 +102,11 @@ class Data(Section):
         Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)] | None
     ) = None
     """How often an epoch takes the samples of each entry of `train`: 2: twice, 0.5: every second one."""
-    format: Literal["auto", "prompt-completion", "alpaca", "sharegpt", "messages", "text"] = "auto"
-    """The samples' shape; `auto` looks at the fields and says what it found."""
+    format: (
+        Literal["auto", "prompt-completion", "alpaca", "sharegpt", "messages", "text"]
+        | Annotated[dict[SampleField, Text], Field(min_length=1)]
+    ) = "auto"
+    """The samples' shape; `auto` looks at the fields. Or columns: {prompt: question, completion: answer}."""
     split: Text = "train"
     """Split of a hub dataset."""
     subset: Text | None = None

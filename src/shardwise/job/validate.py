@@ -117,6 +117,7 @@ _OTHERS = {
     "max_steps": "steps",
     **dict.fromkeys(("lora_r", "r"), "rank"),
     "lora_alpha": "alpha",
+    **dict.fromkeys(("columns", "column_mapping"), "format"),
     **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "micro_batch"),
 }
 """What other trainers call a key."""

@@ -79,7 +79,8 @@ def finished(run_dir: Path, job: Job, max_steps: int | None = None) -> str:
     if not done or not same or [step for step, _ in last] != [end["step"]]:
         return ""
     what = f"finished already, after step {end['step']}; next: shardwise report {shlex.quote(str(run_dir))}"
-    return f"{what}; to train more: --set train.steps=N"
+    key = "train.epochs" if job.train.steps is None else "train.steps"
+    return f"{what}; to train more: --set {key}=N"
 
 
 def last_choice(run_dir: Path, job: Job, processes: int) -> dict[str, Any] | None:

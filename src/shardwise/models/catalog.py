@@ -2,7 +2,7 @@
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.job.paths import alike
 from shardwise.job.schema import Model
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+MODEL_FILES = ("config.json",)
+"""Of a folder that a job's `model.source` may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,28 @@ def lookup(name: str) -> Shape | None:
     return _index().get(name.casefold())
 
 
-def no_tokenizer(model: Model, downloaded: Path | None = None) -> JobError | None:
+def unknown(name: str, base: Path = Path(), files: Iterable[str] = MODEL_FILES) -> JobError | None:
+    """The error for a name of no folder, no known shape and no hub id; None for one of these.
+
+    `base`: where paths count from; `files`: of which a folder that may be meant has one.
+    """
+    hub_id = "/" in name and not name.startswith((".", "/", "~"))
+    if hub_id or lookup(name) is not None or Path(name).is_dir():
+        return None
+    what = f"there is no folder and no known shape {name!r}"
+    return JobError(what, where="model.source", fix=did_you_mean(name, base, files))
+
+
+def did_you_mean(name: str, base: Path = Path(), files: Iterable[str] = MODEL_FILES) -> str:
+    """The fix for a model that is not found: a folder nearly of that name, else shapes."""
+    folder = alike(name, files, base)
+    near = [f"the folder {folder}"] if folder else []
+    near += nearest(name, cutoff=0.75 if folder else 0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}`shardwise init --models` lists the known shapes"
+
+
+def no_tokenizer(model: Model, downloaded: Path | None = None, base: Path = Path()) -> JobError | None:
     """The error of a job without a tokenizer; None where there is one, or only the hub knows."""
     name, what = model.tokenizer or model.source, ""
     shape, folder = lookup(name), downloaded or Path(name)
@@ -72,13 +98,15 @@ def no_tokenizer(model: Model, downloaded: Path | None = None) -> JobError | Non
     if not what or model.tokenizer == "train":
         return None
     train = ", or to train" if model.weights == "random" else ""
-    fix = f"set model.tokenizer to a hub id, or to a folder with {_TOKENIZERS[0]}{train}"
+    folder_meant = alike(name, _TOKENIZERS, base)
+    fix = f"did you mean the folder {folder_meant}? " if folder_meant else ""
+    fix += f"set model.tokenizer to a hub id, or to a folder with {_TOKENIZERS[0]}{train}"
     return JobError(what, where="model.tokenizer" if model.tokenizer else "model.source", fix=fix)
 
 
-def nearest(name: str, count: int = 3) -> list[str]:
+def nearest(name: str, count: int = 3, cutoff: float = 0.5) -> list[str]:
     """Names that look most like `name`, best first."""
-    found = difflib.get_close_matches(name.casefold(), _index(), n=10, cutoff=0.5)
+    found = difflib.get_close_matches(name.casefold(), _index(), n=10, cutoff=cutoff)
     return list(dict.fromkeys(_index()[key].name for key in found))[:count]
 
 

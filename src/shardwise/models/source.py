@@ -9,8 +9,9 @@ from huggingface_hub import errors as hub
 from huggingface_hub import snapshot_download
 
 from shardwise.errors import CheckpointError, JobError, MachineError
+from shardwise.job.paths import alike
 from shardwise.job.schema import Model
-from shardwise.models.catalog import Shape, lookup, nearest
+from shardwise.models.catalog import MODEL_FILES, Shape, did_you_mean, lookup, unknown
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -102,28 +103,23 @@ def download(
         raise JobError(what, where=where, fix=fix) from None
     except (hub.RepositoryNotFoundError, hub.HFValidationError):
         what = f"there is no folder, hub repository or known shape {repository!r}"
-        raise JobError(what, where=where, fix=_did_you_mean(repository)) from None
+        raise JobError(what, where=where, fix=did_you_mean(repository)) from None
     except hub.RevisionNotFoundError:
         what = f"{repository} has no revision {revision!r}"
         raise JobError(what, where="model.revision", fix="name a commit, tag or branch of it") from None
     # HTTPError is of the HTTP library that this version of the hub's client uses
     except (hub.EntryNotFoundError, OSError, hub.HTTPError) as error:  # type: ignore[attr-defined]
         what = f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})"
-        raise MachineError(what, where=where, fix=offline_fix) from None
-
-
-def _did_you_mean(name: str) -> str:
-    near = nearest(name)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"{hint}`shardwise init --models` lists the known shapes"
+        folder = alike(repository, MODEL_FILES)
+        hint = f"did you mean the folder {folder}? Else " if folder else ""
+        raise MachineError(what, where=where, fix=f"{hint}{offline_fix}") from None
 
 
 def _repository(name: str, shape: Shape | None) -> str:
     """Return the hub id of a catalog name; any other name is one itself."""
     if shape is None or name.count("/") == 1:
-        if "/" not in name or name.startswith((".", "/", "~")):
-            what = f"there is no folder and no known shape {name!r}"
-            raise JobError(what, where="model.source", fix=_did_you_mean(name))
+        if error := unknown(name):
+            raise error
         return name
     if shape.hub is None:
         what = f"{shape.name} is a shape; no weights of it are published"

@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import from_json
 
 from shardwise.errors import JobError
-from shardwise.job.paths import open_regular
+from shardwise.job.paths import alike, open_regular
 from shardwise.job.source import job_values
 
 JOB = "job.yaml"
@@ -192,7 +192,9 @@ def no_run(folder: Path) -> JobError:
     """The error for what is no run folder: it names the runs in it or next to it, or how to run its job."""
     if not folder.is_dir():
         what = f"{folder} is a file, not a run folder" if folder.exists() else f"there is no folder {folder}"
-        return JobError(what, where=str(folder), fix=_known_runs(folder.parent))
+        near = alike(str(folder), (JOB,), base := folder.parent)
+        fix = f"did you mean {base / near}?" if near else _known_runs(base)
+        return JobError(what, where=str(folder), fix=fix)
     if (folder / JOB).is_file() and not runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
         what = f"nothing has been run in {folder} yet: it holds a job file and no run"

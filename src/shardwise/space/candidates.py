@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from shardwise.engines import parts_of, spec_problems
+from shardwise.engines import ENGINES, parts_of, spec_problems
 from shardwise.engines.facts import Architecture, Devices, Facts
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
@@ -27,7 +27,11 @@ _ORDERED: tuple[Parts, ...] = (
     NAMED["zero3-offload"],
     NAMED["fsdp2-offload"],
 )
-SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, NAMED["ddp"])))
+FOR_ADAPTERS = tuple(parts for parts in NAMED.values() if ENGINES[parts["engine"]].only_adapters)
+"""DDP sums the gradients of adapters once a step (decision 0091); with all weights, see ALL_WEIGHTS."""
+ALL_WEIGHTS = "all weights are trained: zero1 holds less than replicas do, and sends as much"
+
+SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, *FOR_ADAPTERS)))
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -164,9 +168,6 @@ def _sparse(sizes: list[int], step: int) -> list[int]:
 def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Parts]:
     """What `auto` considers. Tensor parallelism stays within a node: every layer waits for it.
 
-    DDP only for adapters, whose gradients it sums once a step (decision 0091): with all weights, ZeRO-1 holds
-    less and sends as much.
-
     Where one group has all GPUs, nothing is sharded and both stages are the same. On several nodes FSDP2 may
     share weights within each (HSDP). ZeRO-3's hpZ has to be named: no run has shown yet that it is faster.
     Pipelines are cut between nodes, over which a stage sends less than an engine that shards.
@@ -182,7 +183,7 @@ def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Part
     groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
     nodes = world_size // gpus_per_node
     pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
-    replicas = [NAMED["ddp"]] if adapters and world_size > 1 else []
+    replicas = FOR_ADAPTERS if adapters and world_size > 1 else ()
     return [*replicas, *SHAPES, *groups, *parallel, *pipelines]
 
 

@@ -17,6 +17,7 @@ from shardwise.training.ready import Ready
 from shardwise.units import count, processes
 
 SAMPLE_CHARACTERS = 900
+SHOWN_SETS = 6  # of data.weights, in the line of the data
 WORTH_A_WARNING = 0.01  # of the conversations' tokens lost
 
 
@@ -89,6 +90,10 @@ def _data_line(ready: Ready) -> str:
         f"{count(summary['tokens'])} tokens, {count(summary['target_tokens'])} of them targets",
         f"the longest has {summary['longest_tokens']}",
     ]
+    if drawn := summary.get("drawn"):
+        each = [f"{number} of {name}" for name, number in drawn[:SHOWN_SETS]]
+        more = [f"and of {len(drawn) - SHOWN_SETS} more"] if len(drawn) > SHOWN_SETS else []
+        parts.append(f"an epoch draws {', '.join([*each, *more])}")
     if "fill" in summary:
         parts.append(f"rows {summary['fill']:.0%} full")
     if "eval_samples" in summary:
@@ -115,10 +120,11 @@ def _cut_line(ready: Ready) -> tuple[float, str] | None:
         what.append(f"{summary['too_long']} of {summary['read']} are left out")
     if "without_target" in summary:
         what.append(f"{summary['without_target']} are left out, because all of the answer was cut off")
-    return share, (
-        f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}. "
-        f"{summary['length_for_95']} would keep 95 %"
-    )
+    text = f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}"
+    if "longer_row" in summary:  # a cache of an earlier version has none
+        part = summary["longer_row_keeps"]
+        text += f". {summary['longer_row']} would keep {'all' if part == 1 else f'{100 * part:g} %'}"
+    return share, text
 
 
 def _sample(ready: Ready, *, styled: bool) -> Text:

@@ -29,7 +29,7 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.errors import FULL, CheckpointError, DivergedError, MachineError, Problem, what_of
+from shardwise.errors import CheckpointError, DivergedError, MachineError, Problem, what_of
 from shardwise.folders import sync
 from shardwise.job.schema import Train
 from shardwise.record.manifest import (
@@ -44,7 +44,7 @@ from shardwise.record.manifest import (
     step_folders,
     verify,
 )
-from shardwise.units import gib
+from shardwise.training.full_disk import is_full, unwritten
 
 T = TypeVar("T")
 _Failure = tuple[bool, str, DivergedError | None]
@@ -54,8 +54,6 @@ Agree = Callable[[object], list[Any]]
 ANSWER_SECONDS = 60.0  # How long a rank that failed waits for the others to hear of it
 
 _TEMPORARY = ".tmp-"
-_FULL_TEXTS = ["No space left on device", "Disk quota exceeded", "File too large", "file write failed"]
-_FULL_TEXTS += ["inline_container.cc"]  # torch's archive, when less was written than it gave
 
 
 class FileSystem:
@@ -333,7 +331,7 @@ class CheckpointStore:
         found: list[Problem | None] = self.agree(self._give_up(failures) if self._leads else None)
         problem = next(one for one in found[failures[0][0] :: -1] if one)  # of the node that failed
         failure = failure or failures[0][1][2]
-        if failure is not None and not isinstance(failure, OSError) and not _is_full(failure):
+        if failure is not None and not isinstance(failure, OSError) and not is_full(failure):
             raise failure
         raise MachineError(problem.what, where=problem.where, fix=problem.fix) from failure
 
@@ -370,11 +368,7 @@ class CheckpointStore:
             fix = "remove the cause and go on with --resume: the checkpoints before it are untouched"
             return Problem(what=what, where=where, fix=fix)
         free = self.fs.free_bytes(self.folder)
-        more, known = ("", self._last_bytes) if self._last_bytes else ("more than ", written)
-        needed = f"{more}{gib(known)} ({known} bytes)"
-        what = f"the disk is full: a checkpoint needs {needed}, free are {gib(free)} ({free} bytes)"
-        fix = "make room there, then go on with --resume: the checkpoints before it are untouched"
-        return Problem(what=what, where=str(self.folder), fix=fix)
+        return unwritten(self.folder, rank, text, known=self._last_bytes, written=written, free=free)
 
 
 def newest_valid(folder: Path, first: int | None = None) -> Checkpoint | None:
@@ -384,13 +378,7 @@ def newest_valid(folder: Path, first: int | None = None) -> Checkpoint | None:
     return store.latest(first)
 
 
-def _is_full(error: Exception) -> bool:
-    """Whether the disk or the quota is full; libraries that write themselves hide the error number."""
-    by_number = isinstance(error, OSError) and error.errno in FULL
-    return by_number or any(text in what_of(error) for text in _FULL_TEXTS)
-
-
 def _describe(error: Exception) -> _Failure:
     """A failure for the other ranks: whether the disk is full, what happened, what they raise as well."""
     shown = error if isinstance(error, DivergedError) else None
-    return _is_full(error), f"{type(error).__name__}: {what_of(error)}", shown
+    return is_full(error), f"{type(error).__name__}: {what_of(error)}", shown

@@ -17,7 +17,7 @@ from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine
 from shardwise.hardware.detect import host_memory_bytes
 from shardwise.training.process import Ranks
-from shardwise.units import gib
+from shardwise.units import size
 
 SWITCH = "SHARDWISE_BACKGROUND_SAVES"  # In the environment. 0: training waits
 SHARE = 0.9
@@ -115,5 +115,5 @@ def _why_not(engine: Engine) -> str | None:
     needed = HostCopy.bytes_of(tensors) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = min(psutil.virtual_memory().available, host_memory_bytes())
     if needed > SHARE * free:
-        return f"a copy of the state takes {gib(needed)} of host memory, of which {gib(free)} are free"
+        return f"a copy of the state takes {size(needed)} of host memory, of which {size(free)} are free"
     return None

@@ -16,6 +16,7 @@ from shardwise.job.strategies import Parts
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.why import does_not_fit
 from shardwise.space.auto import resolve
+from shardwise.space.candidates import ALL_WEIGHTS, FOR_ADAPTERS
 from shardwise.strategy import Strategy
 from shardwise.trials.sweep import ALL, Point, own_parts, shapes, varied
 
@@ -115,8 +116,11 @@ class _Making:
         return self._of(varied(self._shapes[name], self._point.parts))
 
     def everything(self) -> tuple[list[Row], dict[str, str]]:
-        kept, left_out = [], {}
-        for row in map(self.named, self._shapes):
+        kept: list[Row] = []
+        left_out: dict[str, str] = {}
+        if self._point.job.model.lora is None:
+            left_out = {name: ALL_WEIGHTS for name, parts in self._shapes.items() if parts in FOR_ADAPTERS}
+        for row in map(self.named, [name for name in self._shapes if name not in left_out]):
             option, why = row.option, row.refused
             if why is None and isinstance(option, Option) and option.fit == "no":
                 why = option.why[0] if option.why else "it does not fit"
@@ -167,8 +171,10 @@ class _Making:
         for skipped in plan.skipped:
             if skipped.strategy.name == name:
                 return self._row(skipped.strategy, Unavailable(reason=f"not simulated: {skipped.reason}"))
-        reasons = (refused.reason for refused in plan.refused if refused.strategy.name == name)
-        return self._unplanned(parts, Unavailable(reason=next(reasons, "the plan does not know it")))
+        for refused in plan.refused:
+            if refused.strategy.name == name:
+                return self._unplanned(parts, Unavailable(reason=refused.reason))
+        return self._of(parts)  # `auto` leaves it out
 
     def _unplanned(self, parts: Parts, why: Unavailable) -> Row:
         """A strategy without a prediction; refused where a rule forbids it."""

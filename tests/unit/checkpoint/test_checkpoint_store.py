@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError, DivergedError, MachineError, rende
 from shardwise.record.manifest import Origin, read_manifest, verify
 from shardwise.training import checkpoint as store_module
 from shardwise.training.checkpoint import CheckpointStore, FileSystem, Keep, newest_valid
+from shardwise.training.full_disk import unwritten
 
 ORIGIN = Origin(world_size=1, strategy={"name": "single"}, identity={"seed": 1}, versions={"torch": "2.13"})
 
@@ -33,6 +34,16 @@ def writer(step: int, rank: int = 0) -> Callable[[Path], None]:
             (folder / name).write_bytes(content(step, name))
 
     return write
+
+
+class Free(FileSystem):
+    """A disk that says that so much is free."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_bytes(self, path: Path) -> int:
+        return self.free
 
 
 def save(folder: Path, *steps: int, keep: int = 10, fs: FileSystem | None = None) -> CheckpointStore:
@@ -250,7 +261,7 @@ def test_an_error_at_any_action_leaves_a_sound_checkpoint_and_no_temporary_folde
         with pytest.raises(MachineError) as error:
             save(folder, 3, keep=2, fs=Failing(at, number))
         full = number in (errno.ENOSPC, errno.EDQUOT)
-        assert ("the disk is full" in str(error.value)) == full
+        assert ("a quota" in str(error.value)) == full, "for much is free here"
         assert not list(folder.glob(".tmp-*"))
         assert newest_valid(folder).step in (2, 3)  # type: ignore[union-attr]
         save(folder, 3, 4, keep=2)
@@ -258,11 +269,7 @@ def test_an_error_at_any_action_leaves_a_sound_checkpoint_and_no_temporary_folde
 
 
 def test_a_full_disk_is_told_in_bytes_before_anything_is_written(tmp_path: Path) -> None:
-    class Small(FileSystem):
-        def free_bytes(self, path: Path) -> int:
-            return 39_999
-
-    store = save(tmp_path, 1, fs=Small())  # the first one's size is not known beforehand
+    store = save(tmp_path, 1, fs=Free(39_999))  # the first one's size is not known beforehand
     written: list[Path] = []
     with pytest.raises(MachineError) as error:
         store.save(2, written.append, origin=ORIGIN)
@@ -286,8 +293,34 @@ def test_a_library_that_hides_the_error_number_is_understood(says: str, tmp_path
         raise RuntimeError(says)
 
     with pytest.raises(MachineError, match=r"the disk is full.*123 bytes"):
-        CheckpointStore(tmp_path, keep=1).save(1, write, origin=ORIGIN)
+        CheckpointStore(tmp_path, keep=1, fs=Free(1)).save(1, write, origin=ORIGIN)
+    with pytest.raises(MachineError, match=r"100.0 GiB.*are free: RuntimeError: .*123 bytes"):
+        CheckpointStore(tmp_path, keep=1, fs=Free(100 * 2**30)).save(1, write, origin=ORIGIN)
     assert steps_in(tmp_path) == []
+
+
+MIB = 1024**2
+
+
+@pytest.mark.parametrize(
+    ("known", "written", "free", "what"),
+    [
+        (2 * MIB, 0, MIB, "a checkpoint needs 2.0 MiB (2097152 bytes), free are 1.0 MiB (1048576 bytes)"),
+        (0, 2 * MIB, MIB, "needs more than 2.0 MiB (2097152 bytes), free are 1.0 MiB (1048576 bytes)"),
+        (0, 6259921, 6266880, "needs more than 6.0 MiB (6266880 bytes), which is all that is free"),
+        (5000 * MIB, 5000 * MIB, 5010 * MIB, "needs more than 4.9 GiB (5253365760 bytes), which is all"),
+        (0, 4 * MIB, 60 * 1024 * MIB, "could not be written, and 60.0 GiB (64424509440 bytes) are free: why"),
+    ],
+)
+def test_bytes_needed_are_never_fewer_than_those_that_are_free(
+    known: int, written: int, free: int, what: str
+) -> None:
+    found = unwritten(Path("here"), 1, "why", known=known, written=written, free=free)
+    assert what in found.what
+    full = free < 1024**3 * 50
+    assert found.what.startswith("the disk is full") == full
+    assert ("ulimit -f" in found.fix, "make room" in found.fix) == (not full, full)
+    assert " 0.0 " not in found.what
 
 
 def test_a_bug_while_writing_keeps_its_own_type(tmp_path: Path) -> None:
@@ -429,7 +462,7 @@ def test_a_rank_that_failed_does_not_wait_for_ever_for_ranks_in_a_collective(
     began = time.monotonic()
     errors = ranks.run(work)
     assert isinstance(errors[1], MachineError)
-    assert "the disk is full" in str(errors[1])
+    assert "No space left on device" in str(errors[1])
     assert time.monotonic() - began < 5
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.data.formats import Conversation, Reader, SampleError, convert, detect
+from shardwise.data.formats import EXPECTED, Conversation, Reader, SampleError, convert, detect
 from shardwise.data.sources import Text, open_sources
 from shardwise.errors import DataError, render
 from shardwise.job.schema import Data
@@ -91,6 +91,96 @@ def test_unknown_fields_are_listed(fields: dict[str, Any]) -> None:
         DataError, match="no known format; fields found: " + (", ".join(sorted(fields)) or "none")
     ):
         detect(("f:1", fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "columns"),
+    [
+        ({"question": "a", "answer": "b"}, "{prompt: question, completion: answer}"),
+        ({"prompt": "a", "Response": "b"}, "{completion: Response}"),
+        ({"instruction": "a", "input": "", "response": "b"}, "{output: response}"),
+        ({"Instruction": "a", "Input": "c", "answer": "b"},
+         "{instruction: Instruction, input: Input, output: answer}"),
+        ({"dialogue": [{"role": "user", "content": "a"}]}, "{messages: dialogue}"),
+        ({"the chat": [{"from": "human", "value": "a"}]}, '{messages: "the chat"}'),
+        ({"content": "a", "url": "b"}, "{text: content}"),
+        ({"q": "a", "a": "b"}, "{prompt: FIELD, completion: FIELD}"),
+    ],
+)  # fmt: skip
+def test_names_of_fields_are_proposed_where_a_format_is_unknown(fields: dict[str, Any], columns: str) -> None:
+    with pytest.raises(DataError) as caught:
+        detect(("f:1", fields))
+    assert caught.value.problems[0].fix.endswith(f"; or name the file's fields: data.format: {columns}")
+
+
+@pytest.mark.parametrize("fields", [{}, {"text": None}, {"prompt": "a", "chosen": "b"}, {"messages": []}])
+def test_nothing_is_proposed_where_names_are_not_the_reason(fields: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        detect(("f:1", fields))
+    assert caught.value.problems[0].fix == f"known are {EXPECTED}"
+
+
+def reader_of(path: str, **data: Any) -> Reader:
+    return Reader(open_sources(path, split="train", key="data.train"), Data(train=path, **data))
+
+
+def failed(reader: Reader) -> DataError:
+    with pytest.raises(DataError) as caught:
+        list(reader)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("columns", "record", "messages"),
+    [
+        ({"prompt": "q", "completion": "a"}, {"q": "x", "a": "y", "id": 1}, ["x", "y"]),
+        ({"instruction": "q", "output": "a", "system": "s"}, {"q": "x", "a": "y", "s": "z"}, ["z", "x", "y"]),
+        ({"messages": "chat"}, {"chat": [USER, ANSWER]}, ["2 + 2?", "4"]),
+        ({"conversations": "c"}, {"c": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]},
+         ["x", "y"]),
+        ({"prompt": "completion", "completion": "prompt"}, {"prompt": "y", "completion": "x"}, ["x", "y"]),
+        ({"completion": "better"}, {"prompt": "x", "completion": "worse", "better": "y"}, ["x", "y"]),
+        ({"prompt": "q", "completion": "a"}, {"q": "x", "a": "y", "text": "z", "output": "w"}, ["x", "y"]),
+    ],
+)  # fmt: skip
+def test_columns_serve_every_format(
+    json_lines: Any, columns: dict[str, str], record: dict[str, Any], messages: list[str]
+) -> None:
+    (sample,) = reader_of(json_lines([record]), format=columns)
+    assert isinstance(sample, Conversation)
+    assert [message["content"] for message in sample.messages] == messages
+    (text,) = reader_of(json_lines([{"body": "b"}]), format={"text": "body"})
+    assert isinstance(text, Text)
+    assert text.text == "b"
+
+
+def test_a_column_that_some_rows_have_is_right_and_one_that_none_has_an_error(json_lines: Any) -> None:
+    rows = [{"q": "x", "a": "y"}, {"q": "x", "a": "y", "who": "z"}]
+    columns = {"prompt": "q", "completion": "a", "system": "who"}
+    assert len(list(reader_of(json_lines(rows), format=columns))) == 2
+    for more in ({}, {"skip_bad": True}):
+        error = failed(reader_of(json_lines(rows), format={**columns, "system": "whom"}, **more))
+        assert error.problems[0].what == "data.format: no sample has a field whom"
+        assert error.problems[0].fix == "did you mean who? fields found: q, a, who"
+    typo = failed(reader_of(json_lines(rows), format={"prompt": "q", "completion": "answer"}))
+    assert "fields found: a, q; data.format names answer, which it does not have" in render(typo)
+
+
+def test_where_all_samples_are_bad_to_leave_them_out_is_no_advice(json_lines: Any, tmp_path: Any) -> None:
+    pairs = [{"question": "a", "answer": "b"}] * 7
+    said = render(failed(reader_of(json_lines(pairs), format="prompt-completion")))
+    assert "7 samples cannot be used" in said
+    assert said.endswith("data.format: {prompt: question, completion: answer}")
+    alpaca = [{"instruction": "a", "output": "b"}] * 2
+    said = render(failed(reader_of(json_lines(alpaca), format="messages")))
+    assert said.endswith("fix: they look like data.format: alpaca")
+    said = render(failed(reader_of(json_lines([{"instruction": "a", "output": ""}] * 2))))
+    assert said.endswith("fix: correct them: no sample can be used")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{\n{\n")
+    assert "skip_bad" not in render(failed(reader_of(str(broken))))
+    broken.write_text('{\n{"instruction": "a", "output": "b"}\n{\n')
+    assert "skip_bad" in render(failed(reader_of(str(broken)))), "one is good"
 
 
 def test_alpaca_becomes_a_conversation() -> None:

@@ -210,9 +210,29 @@ def test_long_conversations_are_counted(
         row: sum((n if n <= row else 0) if whole else min(n, row) for n in everything)
         for row in range(64, 2048, 64)
     }
-    enough = next(row for row, kept in sums.items() if kept >= 0.95 * sum(everything))
-    assert prepared.summary["length_for_95"] == enough
+    share = prepared.summary["longer_row_keeps"]
+    enough = next(row for row, kept in sums.items() if kept >= share * sum(everything))
+    assert prepared.summary["longer_row"] == enough
+    assert 1 - sums[enough] / sum(everything) <= prepared.summary["lost_tokens"] / sum(everything) / 2
     assert prepared.train.lengths.max() <= 64
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+@pytest.mark.parametrize(("longest", "others"), [(300, 1), (60, 5), (30, 30)])
+def test_the_length_that_is_advised_is_above_the_present_one(
+    run: Any, make_job: Make, json_lines: Any, too_long: str, longest: int, others: int
+) -> None:
+    """Where little is lost, a length that keeps 95 % is below it."""
+    long = {"instruction": "Go.", "output": "on and " * longest}
+    path = json_lines([*ALPACA * others, long])
+    whole = run(make_job(train=path, eval_fraction=0.0)).train.lengths
+    room = int(np.sort(whole)[-2])  # of all but one
+    prepared = run(make_job(train=path, eval_fraction=0.0, sequence_length=room, too_long=too_long))
+    assert prepared.summary["longer_row"] > room
+    lost = prepared.summary["lost_tokens"] / whole.sum()
+    assert 0 < lost < (0.9 if others == 1 else 0.15)
+    enough = [one for one in (0.95, 0.99, 0.999, 1.0) if one == 1 or 1 - one <= lost / 2]
+    assert prepared.summary["longer_row_keeps"] == enough[0]
 
 
 def test_long_conversations_are_an_error_on_request(run: Any, make_job: Make, json_lines: Any) -> None:
@@ -352,6 +372,26 @@ def test_a_tokenizer_that_was_used_with_padding_is_still_the_same(
     assert np.all(prepared.train.lengths > 5)
 
 
+def test_columns_give_a_file_the_formats_names(
+    run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    named = [{"question": one["prompt"], "answer": one["completion"]} for one in PROMPTS]
+    path, columns = json_lines(named), {"prompt": "question", "completion": "answer"}
+    found = run(make_job(train=path, format=columns, eval_fraction=0.0))
+    own = run(make_job(train=json_lines(PROMPTS, "own.jsonl"), eval_fraction=0.0))
+    assert (found.content, found.summary["format"]) == (own.content, "prompt-completion")
+    both = make_job(
+        train=[path, json_lines(ALPACA, "a.jsonl")], format=columns, eval=json_lines(PROMPTS, "e.jsonl")
+    )
+    mixed = run(both)
+    assert mixed.summary["format"] == "prompt-completion and alpaca", "each row has what it has"
+    assert len(mixed.eval) == 40, "which has our names"
+    assert next(documents(both)) == PROMPTS[0]["prompt"]
+    other = run(make_job(train=path, format={"text": "answer"}, eval_fraction=0.0))
+    assert other.summary["key"] != found.summary["key"], "the cache knows them"
+    assert other.summary["format"] == "text"
+
+
 def test_data_sets_are_mixed_by_their_weights(
     run: Any, make_job: Make, json_lines: Any, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -368,7 +408,12 @@ def test_data_sets_are_mixed_by_their_weights(
     assert mixed.content == once.content, "the tokens are the same, and come from the same cache"
     lengths = mixed.train.lengths
     assert mixed.summary["tokens"] == round(3 * lengths[:5].sum() + 0.5 * lengths[5:].sum())
+    assert mixed.summary["drawn"] in ([(str(folder), 15), (rare, n)] for n in (1, 2)), "of 3, every second"
     held = run(make_job(train=[str(folder), rare], weights=[3, 0.5], eval_fraction=0.25))
+    left = [sum(held.train.weights == weight) for weight in (3, 0.5)]
+    (_, often), (_, seldom) = held.summary["drawn"]
+    assert (often, seldom in {left[1] // 2, -(-left[1] // 2)}) == (3 * left[0], True)
+    assert "drawn" not in once.summary
     assert len(held.train) + len(held.eval) == 8
     texts_of = {n: held.train.weights[n] for n in range(len(held.train))}
     for index, weight in texts_of.items():

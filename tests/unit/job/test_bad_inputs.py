@@ -215,6 +215,18 @@ CASES = [
     Case("no-model-folder", GOOD.replace("source: base", "source: ./bas"), ["./bas", "did you mean base?"]),
     Case("not-a-model", GOOD.replace("source: base", "source: empty"), ["no config.json"]),
     Case("no-template", data("chat_template: chat.jinja"), ["job.yaml:6", "chat.jinja does not exist"]),
+    Case(
+        "other-trainers-template",
+        data("chat_template: qwen2.5"),
+        ["no file qwen2.5", "fix: Qwen uses chatml: data.chat_template: chatml"],
+    ),
+    Case("llama-template", data("chat_template: llama3"), ["Llama-3 uses llama-3"]),
+    Case("no-such-template", data("chat_template: llama30b"), ["chatml, llama-3, alpaca; unset"]),
+    Case("no-such-field", data("format: {promt: q}"), ["a mapping of prompt, completion, instruction"]),
+    Case("no-such-column", data("format: {prompt: 3}"), ["`data.format`", "a mapping of prompt"]),
+    Case("columns-elsewhere", data("columns: {prompt: q}"), ["did you mean data.format?"]),
+    Case("no-columns", data("format: {}"), ["`data.format` is {}"]),
+    Case("chat-keys-of-texts", data("format: {text: body}\n  system: x"), ["data.format is text"]),
     Case("output-is-file", with_("output: table.csv"), ["table.csv is a file"]),
     # keys that must stay secret
     Case("hub-token", with_("hf_token: hf_" + "a" * 34), ["environment variable", "job.yaml:8: hf_token"]),

@@ -118,6 +118,28 @@ def test_a_finished_run_says_so_before_anything_is_prepared(
     ) is not starts
 
 
+@pytest.mark.parametrize(
+    ("length", "key"), [({"steps": 60}, "steps"), ({"epochs": 1.0}, "epochs"), ({}, "epochs")]
+)
+def test_the_hint_to_train_more_names_a_key_that_can_be_set(
+    run: Path,
+    launched: list[LaunchSpec],
+    capsys: pytest.CaptureFixture[str],
+    length: dict[str, float],
+    key: str,
+) -> None:
+    job = yaml.safe_load((run / "job.yaml").read_text())
+    (run / "job.yaml").write_text(yaml.safe_dump({**job, "train": length}))
+    with (run / "events.jsonl").open("a") as events:
+        events.write(to_line(StopEvent(step=60, status="finished", seconds=1.0), now=1.0))
+    (run / "checkpoints" / "step-000060").mkdir(parents=True)
+    assert main(["train", str(run), "--resume"]) == 0
+    said = capsys.readouterr().err
+    assert f"to train more: --set train.{key}=N" in said
+    assert main(["train", str(run), "--resume", "--set", f"train.{key}=90"]) == 0, "as it says"
+    assert len(launched) == 1
+
+
 @pytest.mark.parametrize(("most", "starts"), [("59", False), ("60", False), ("61", True)])
 def test_a_run_beyond_max_steps_says_so(
     run: Path, launched: list[LaunchSpec], capsys: pytest.CaptureFixture[str], most: str, starts: bool

@@ -66,6 +66,28 @@ def test_what_is_cut_off_is_a_warning_with_the_length_that_keeps_it(
     assert told["strategy"].startswith("single on 1 process, fp32")
 
 
+def test_a_length_that_loses_little_is_not_answered_with_a_shorter_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    longest = max(int(n) for n in ready(1024, eval_fraction=0.0).data.train.lengths)
+    told = said(ready(longest - 1, eval_fraction=0.0), capsys)
+    advised = int(told["cut"].split(f"data.sequence_length {longest - 1}. ")[1].split()[0])
+    assert advised >= longest
+    assert told["cut"].endswith(f"{advised} would keep all")
+
+
+def test_an_epoch_of_weighted_sets_is_said_by_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = []
+    for number in range(8):
+        sets.append(str(tmp_path / f"{number}.jsonl"))
+        Path(sets[-1]).write_text('{"text": "A horse."}\n' * (number + 1))
+    made = ready(1024, train=sets, weights=[2.0] * 8, format="text", eval_fraction=0.0, loss_on="all")
+    told = said(made, capsys)
+    assert f"an epoch draws 2 of {sets[0]}, 4 of {sets[1]}, " in told["data"]
+    assert f"12 of {sets[5]}, and of 2 more" in told["data"]
+    assert "draws" not in said(ready(1024), capsys)["data"]
+
+
 def test_conversations_whose_answer_is_cut_off_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     told = said(ready(48, loss_on="answers", eval_fraction=0.0), capsys)
     assert " are left out, because all of the answer was cut off: " in told["warning"]

@@ -53,7 +53,7 @@ CUT = WHOLE[0], {"w": Part((3,), 0, Cut(-1, 0, 1))}
     ("state", "free", "why"),
     [
         (WHOLE, 1 << 40, None),
-        (WHOLE, 1 << 26, "a copy of the state takes 0.1 GiB of host memory, of which 0.1 GiB are free"),
+        (WHOLE, 1 << 26, "a copy of the state takes 64.0 MiB of host memory, of which 64.0 MiB are free"),
         (CUT, 1 << 40, "complete weights can be gathered on the GPUs alone"),
         (None, 1 << 40, "DeepSpeed writes the state on NVMe itself"),
     ],

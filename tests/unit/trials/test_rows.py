@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,12 @@ from shardwise.device import Unavailable
 from shardwise.errors import DoesNotFitError, JobError
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.load import load_job
+from shardwise.models.catalog import lookup
 from shardwise.planner.plan import Option
 from shardwise.planner.planning import make_plan
+from shardwise.space.candidates import candidates
 from shardwise.trials.rows import make_rows
-from shardwise.trials.sweep import ALL, Load, chosen_names, points
+from shardwise.trials.sweep import ALL, Load, chosen_names, points, shapes
 
 JOB = """
 name: small
@@ -24,6 +27,9 @@ data: {train: text.txt, format: text, sequence_length: 512, eval_fraction: 0}
 train: {steps: 100, global_batch: 16, micro_batch: 2, checkpointing: none}
 strategy: zero2
 """
+
+
+PRETRAINED = ("model.weights=pretrained", "model.config={}", "model.source=folder")
 
 
 def loading(job: Path, changes: Sequence[str] = ()) -> Load:
@@ -35,6 +41,10 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("some text")
     Path("job.yaml").write_text(JOB)
+    shape = lookup("smollm2-135m")
+    assert shape is not None
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text(json.dumps({**shape.hf_config(), "num_hidden_layers": 2}))
     return Path("job.yaml")
 
 
@@ -150,6 +160,35 @@ def test_a_strategy_that_is_none_is_answered_with_the_closest() -> None:
     with pytest.raises(JobError) as caught:
         chosen_names("zero2,zro3", 2)
     assert caught.value.problems[0].fix == "did you mean zero3?"
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+@pytest.mark.parametrize("lora", ["null", "{}"])
+def test_every_strategy_that_a_plan_may_choose_has_a_name_here(job: Path, processes: int, lora: str) -> None:
+    chosen = loading(job, ["strategy=auto", *PRETRAINED, f"model.lora={lora}"])([])
+    allowed, refused = candidates(chosen, world_size=processes, gpus_per_node=processes)
+    names = {one.name for one in allowed} | {one.strategy.name for one in refused}
+    assert ("ddp" in names) == (lora == "{}")
+    assert names <= shapes(processes).keys()
+    assert "ddp" in chosen_names("ddp", processes)
+
+
+def test_replicas_are_proposed_for_adapters_and_not_run_with_all_weights_unless_named(job: Path) -> None:
+    plan_for = partial(make_plan, hardware=parse_hardware("2x24GB"))
+    for here in (plan_for, None):
+        adapters = points(loading(job, [*PRETRAINED, "model.lora={}"]), [])
+        rows, left_out = make_rows(adapters, [ALL], processes=2, plan_for=here)
+        assert "ddp" in {row.strategy.name for row in rows}
+        assert "ddp" not in {one["strategy"] for one in left_out}
+        rows, left_out = make_rows(points(loading(job), []), [ALL], processes=2, plan_for=here)
+        assert "ddp" not in {row.strategy.name for row in rows}
+        reasons = {one["strategy"]: one["reason"] for one in left_out}
+        assert "all weights are trained" in reasons["ddp"]
+    (named,), _ = make_rows(points(loading(job), []), ["ddp"], processes=2, plan_for=plan_for)
+    assert isinstance(named.option, Option), "planned on its own"
+    assert (named.strategy.name, named.refused) == ("ddp", None)
+    (alone,), _ = make_rows(points(loading(job), []), ["ddp"], processes=1, plan_for=None)
+    assert "no replicas" in (alone.refused or "")
 
 
 def test_an_open_strategy_has_no_parts_to_sweep(job: Path) -> None:

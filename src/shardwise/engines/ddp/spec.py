@@ -19,7 +19,7 @@ class Ddp(EngineSpec):
     name = "ddp"
     memories, schedules = (DdpMemory,), (DdpSchedule,)
     runtime = "shardwise.engines.ddp.runtime:DdpEngine"
-    keeps_fp32 = compresses_gradients = True
+    only_adapters = keeps_fp32 = compresses_gradients = True
     accelerate_type = "MULTI_GPU"
     rules = (
         Rule(

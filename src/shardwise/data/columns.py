@@ -1,0 +1,90 @@
+"""`data.format` as a mapping: files whose fields have other names than the formats' (data/formats.py)."""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.data.sources import Record
+from shardwise.errors import DataError
+from shardwise.job.schema import SAMPLE_FIELDS
+
+MOST_NAMES = 50  # of fields, which a message lists
+
+LIKELY = {
+    "prompt": ("question", "query", "input", "source", "problem", "user"),
+    "output": ("completion", "answer", "response", "target", "solution", "assistant"),
+    "text": ("content", "body", "document", "passage"),
+}
+"""What files call the fields of a pair, and of plain text, the likeliest first."""
+ANY = {"prompt": "FIELD", "completion": "FIELD"}
+
+
+class Columns:
+    """Gives records the formats' names, and notes which columns and which fields there are."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """`names`: the file's name of each of our fields."""
+        self.names, self._used = names, set[str]()
+        self._found: dict[str, None] = {}  # as a set that keeps its order
+
+    def renamed(self, record: Record) -> Record:
+        """A record without one of the columns, as of another data set, keeps the fields that it has."""
+        if not self.names:
+            return record
+        where, fields = record
+        if len(self._found) < MOST_NAMES:
+            self._found |= dict.fromkeys(fields)
+        there = {ours: fields[theirs] for ours, theirs in self.names.items() if theirs in fields}
+        taken = {self.names[ours] for ours in there}
+        self._used |= taken
+        return where, {name: value for name, value in fields.items() if name not in taken} | there
+
+    def absent(self, fields: Mapping[str, Any]) -> str:
+        """What to add to an error about a record: the columns that it does not have."""
+        names = [theirs for theirs in self.names.values() if theirs not in fields]
+        return f"; data.format names {', '.join(names)}, which it does not have" if names else ""
+
+    def check(self) -> None:
+        """DataError for a column that no record had."""
+        unused = [theirs for theirs in self.names.values() if theirs not in self._used]
+        if not unused:
+            return
+        near = difflib.get_close_matches(unused[0], self._found, n=1)
+        fix = f"did you mean {near[0]}? " if near else ""
+        fix += f"fields found: {', '.join(self._found) or 'none'}"
+        what = f"data.format: no sample has a field {' or '.join(unused)}"
+        raise DataError(what, where="data.format", fix=fix)
+
+
+def proposal(fields: Mapping[str, Any]) -> str:
+    """The `data.format` of a record that is of no known format, as far as its fields say it; or empty."""
+    for name, value in fields.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and ("role" in first or {"from", "value"} <= first.keys()):
+            return _written({"messages": name})
+    texts = {name.casefold(): name for name, value in fields.items() if isinstance(value, str)}
+
+    def likely(ours: str) -> str:
+        return next((texts[name] for name in (ours, *LIKELY[ours]) if name in texts), "")
+
+    if "instruction" in texts and likely("output"):
+        pair = {name: texts.get(name, "") for name in ("instruction", "input")}
+        return _written({**pair, "output": likely("output")})
+    if likely("prompt") and likely("output"):
+        return _written({"prompt": likely("prompt"), "completion": likely("output")})
+    if text := likely("text"):
+        return _written({"text": text})
+    return "" if any(name in SAMPLE_FIELDS for name in fields) or not fields else _written(ANY)
+
+
+def _written(names: Mapping[str, str]) -> str:
+    """As a job file says it; without the names that are ours already."""
+    plain = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+    each = [
+        f"{ours}: {theirs if plain.fullmatch(theirs) else json.dumps(theirs, ensure_ascii=False)}"
+        for ours, theirs in names.items()
+        if theirs not in ("", ours)
+    ]
+    return f"data.format: {{{', '.join(each)}}}" if each else ""
