@@ -32,13 +32,15 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     """The changes; `given`: keys of the job and of the files that something says."""
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
     scripts = [one for one in scripts if not re.search(r"import run_exp\b", one.text)]  # LLaMA-Factory's own
-    tools = [*dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))]
+    first = sorted(documents, key=lambda one: one.syntax != "shell")  # whose tool reads the other files
+    tools = [*dict.fromkeys(tool for one in first for tool in _tools(one, alone=not scripts))]
+    if any(one.has("max_seq_length") for one in documents):  # a name that TRL has not since 0.20
+        tools = [one for one in tools if one != "trl_22"]
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
     given |= {f"{k}={v}" for one in documents for k, v in leaves(one.values) if k.endswith(".type")}
     given |= set() if _CHATS.search(model) else {"base model"}
-    asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = [(one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES]
     places += [(one, key) for one in scripts for key in _EVALUATED if one.has(key)]
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
@@ -54,7 +56,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "text_field": any(one.get("dataset_text_field") == "text" for one in documents)
         and not any(_CHAT.search(one.text) for one in scripts)
         and not any("data.format" in one for one in said),
-        "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
+        "trl_peft": with_peft(documents),
     }
     made_by = (tool for tool in TABLE["tools"] if any(one.has(tool) for one in scripts))  # `Plugin()`
     tools = [*made_by, *(tool for tool in also if also[tool]), *tools, "any"]
@@ -79,6 +81,13 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             said.append(f"assumed, as {TABLE['tools'][tool]} does: {shown}")
         made |= {change.partition("=")[0]: change for change in own}
     return [*made.values()]
+
+
+def with_peft(documents: Sequence[Document]) -> bool:
+    """Whether TRL's ModelConfig gives the model adapters."""
+    scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
+    read = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
+    return read and any(one.get("use_peft") is True for one in documents)
 
 
 def _before_22(script: Document) -> bool:
@@ -120,6 +129,8 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
             return ["axolotl"]
         if {*names("of_llama_factory")} & document.values.keys():
             return ["factory", "trainer"]
+        if _SFT & document.values.keys() and document.has("use_peft"):  # of TRL's ModelConfig
+            return ["sft_yaml", "trl_22", "trl"]
         return ["sft_yaml"] * bool(_SFT & document.values.keys()) + ["trainer"]
     calls = {name.rpartition(".")[2] for name in document.uses}
     adapters = ["peft"] if document.has("LoraConfig") else []
