@@ -14,6 +14,7 @@ from shardwise.lint.setup import Setup, of_script
 _TARGETS = "model.lora.targets"
 _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
+_IDLE = re.compile(r"args\.(bf16|fp16)\b|\b(bf16|fp16)\w* ?= ?False")  # of a precision, in a script
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric|colossalai")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
@@ -48,6 +49,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
+        "unmixed": bool({"trainer", "trl"} & {*tools}) and _without_halves(documents, tools),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(map(_in_one_process, scripts)),
         "several": setup.hugging_face and (setup.launched or 1) > 1,
@@ -81,6 +83,16 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             said.append(f"assumed, as {TABLE['tools'][tool]} does: {shown}")
         made |= {change.partition("=")[0]: change for change in own}
     return [*made.values()]
+
+
+def _without_halves(documents: Sequence[Document], tools: Sequence[str]) -> bool:
+    """Whether nothing may ask the Trainer, or what starts it, for bf16 or fp16, which are off by default."""
+    scripts = [one for one in documents if one.syntax == "python"]
+    others = {"sft_config", "sft_yaml", "unsloth", "factory", "deepspeed"} & {*tools}  # of other defaults
+    others |= {one.name for one in documents if one.kind != "training" or one.get("launcher") == "accelerate"}
+    filled = any("HfArgumentParser" in one.text for one in scripts) and len(scripts) == len(documents)
+    texts = (_IDLE.sub("", one.text) for one in documents)
+    return bool(scripts) and not (others or filled or any(map(_PRECISION.search, texts)))
 
 
 def with_peft(documents: Sequence[Document]) -> bool:

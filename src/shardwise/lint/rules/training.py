@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.read import imported
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
@@ -372,6 +373,8 @@ def _left_by_the_file(document: Document, config: Document) -> Iterator[Hit]:
 def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     """Values that only a run knows, and settings of a framework, are not judged."""
     others = any(one.syntax != "python" for one in setup.of("training"))
+    named = {Path(one.name).resolve() for one in setup.documents}
+    others |= any(one.resolve() in named for one in imported(document))  # a module with the values
     open_ = [f"`{one.removesuffix('(**)')}(**...)`" for one in sorted(document.uses) if one.endswith("(**)")]
     open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
     if document.syntax == "python":
