@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -10,20 +10,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shardwise.app import jobs
 from shardwise.diagnosis.child import children
 from shardwise.errors import JobError, MachineError, printable
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import Job
 from shardwise.launch.local import worker_environment
 from shardwise.lint.check import Checked, block, counted, fix_files, headings, load, unreached, unreadable
 from shardwise.lint.check import check as run_rules
 from shardwise.lint.document import Document, UnreadableError
 from shardwise.lint.finding import SEVERITIES, Finding
-from shardwise.lint.fit import Fit, fit_of
+from shardwise.lint.fit import Fit, fit_of, fit_of_job
 from shardwise.lint.model import facts_of
 from shardwise.lint.read import read
 from shardwise.lint.setup import Reader, Setup, deepspeed_version
 from shardwise.lint.tiny import Tiny, tiny_of
+from shardwise.planner.plan import Plan
 from shardwise.planner.planning import Making, make_plan
 
 TINY_SECONDS = 120.0  # of silence: importing torch and DeepSpeed on a busy machine takes a good part of it
@@ -117,7 +120,8 @@ def check(
     Args:
         files: DeepSpeed JSON, Accelerate YAML, scripts and job files of one training; or one of them.
         gpus: what it runs on.
-        model: a hub id, folder or known name; with `gpus` it is also planned whether it fits.
+        model: a hub id, folder or known name; with `gpus` it is also planned whether it fits. A job file
+            names its own.
         sequence: tokens in a row.
         reader: the library that reads the DeepSpeed JSON; None: inferred from the other files.
         fix: apply unambiguous fixes in place.
@@ -144,13 +148,31 @@ def check(
         setup, fixed = fix_files(setup, paths)
     checked = run_rules(setup, broken)
     fit = None
-    if hardware is not None and model is not None and all(one.severity == "note" for one in broken):
+    job = next((one.name for one in setup.of("job")), None)
+    if hardware and (model is not None or job) and all(one.severity == "note" for one in broken):
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
-        fit = fit_of(checked.setup, model, changes, hardware, partial(make_plan, making=making))
-        checked = fit.applied(checked)
+        planner = partial(make_plan, making=making)
+        if job is not None:
+            fit = _fit_of_job(
+                job, [*changes, *([f"model.source={model}"] if model else [])], hardware, planner
+            )
+        elif model is not None:
+            fit = fit_of(checked.setup, model, changes, hardware, planner)
+        checked = fit.applied(checked) if fit else checked
     tried = run_tiny(checked.setup) if tiny else None
     checked = replace(checked, findings=(*(tried.findings() if tried else ()), *checked.findings))
     return Report(checked=checked, fixed=fixed, fit=fit, tiny=tried, fixing=fix)
+
+
+def _fit_of_job(
+    file: str, changes: Sequence[str], hardware: Hardware, planner: Callable[[Job, Hardware], Plan]
+) -> Fit:
+    """Whether a job of shardwise's own fits; the findings say what is wrong with it."""
+    try:
+        job = jobs.read(file, changes, needs_data=False).job
+    except JobError:
+        return Fit(unavailable=f"{file} is no job that can run")
+    return fit_of_job(job, file, hardware, planner)
 
 
 def run_tiny(setup: Setup, *, processes: int = 2) -> Tiny:

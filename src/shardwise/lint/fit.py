@@ -115,16 +115,30 @@ def fit_of(
             other = sketch(model, [*left, *changes], world_size=hardware.world_size)
             nearest = _nearest(plan, make_plan(other.job, hardware))
     except (JobError, MachineError) as error:  # the findings about the files stay
-        return Fit(unavailable="; ".join(problem.what for problem in error.problems))
-    return Fit(
-        option=plan.options[0],
-        file=asked.file,
-        gpus=f"{plan.hardware.world_size} x {plan.hardware.gpu.name}",
-        assumed=(*asked.assumed, *drawn.assumed, OWN_LOOP),
-        left_out=asked.left_out,
-        nearest=nearest,
-        host_bytes=hardware.host_memory_bytes,
-    )
+        return _unavailable(error)
+    assumed = (*asked.assumed, *drawn.assumed, OWN_LOOP)
+    return replace(_planned(plan, asked.file, nearest), assumed=assumed, left_out=asked.left_out)
+
+
+def _planned(plan: Plan, file: str, nearest: str) -> Fit:
+    """What a plan says of the file, and the cheapest change that makes it fit."""
+    gpus = f"{plan.hardware.world_size} x {plan.hardware.gpu.name}"
+    host = plan.hardware.host_memory_bytes
+    return Fit(option=plan.options[0], file=file, gpus=gpus, nearest=nearest, host_bytes=host)
+
+
+def _unavailable(error: JobError | MachineError) -> Fit:
+    """Why there is no plan."""
+    return Fit(unavailable="; ".join(problem.what for problem in error.problems))
+
+
+def fit_of_job(job: Job, file: str, hardware: Hardware, make_plan: Callable[[Job, Hardware], Plan]) -> Fit:
+    """Plan a job of shardwise's own."""
+    try:
+        plan = make_plan(job, hardware)
+    except (JobError, MachineError) as error:
+        return _unavailable(error)
+    return _planned(plan, file, _changed(plan))
 
 
 def _of_scripts(setup: Setup) -> Translated | str:
@@ -164,7 +178,12 @@ def _nearest(plan: Plan, other: Plan) -> str:
     option = cheapest(wanted, other.options)
     if option is not None:
         return as_settings(wanted, option)
-    near = other.nearest or plan.nearest
+    return _changed(other) or _changed(plan)
+
+
+def _changed(plan: Plan) -> str:
+    """What the plan would change to make it fit; empty if nothing."""
+    near = plan.nearest
     return "" if near is None else f"{near.what}: {in_words(near.option.strategy)} fits"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from shardwise.lint.script_sums import UNKNOWN
 
 SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
-_IS_MAIN = "__name__ == '__main__'"
+_IS_MAIN = ("__name__ == '__main__'", "'__main__' == __name__")
 
 
 class Flow:
@@ -27,7 +27,7 @@ class Flow:
         while above := self._above.get(node):
             if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
                 taken = self._value_of(above.test)
-                if self._above.get(above) in self._imported and ast.unparse(above.test) == _IS_MAIN:
+                if self._above.get(above) in self._imported and ast.unparse(above.test) in _IS_MAIN:
                     taken = False
                 inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
                 if taken != UNKNOWN and bool(taken) is not inside:
@@ -41,7 +41,11 @@ class Flow:
         while (above := self._above.get(node)) and not isinstance(above, SCOPES):
             if isinstance(above, ast.For | ast.While):
                 return True
-            if isinstance(above, ast.If) and node is not above.test and ast.unparse(above.test) != _IS_MAIN:
+            if (
+                isinstance(above, ast.If)
+                and node is not above.test
+                and ast.unparse(above.test) not in _IS_MAIN
+            ):
                 maybe = maybe or self._value_of(above.test) == UNKNOWN
             node = above
         return not maybe
@@ -54,7 +58,7 @@ class Flow:
     def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """The conditions above a node, and whether it is in the branch where they hold."""
         while above := self._above.get(node):
-            main = isinstance(above, ast.If) and ast.unparse(above.test) == _IS_MAIN
+            main = isinstance(above, ast.If) and ast.unparse(above.test) in _IS_MAIN
             if isinstance(above, ast.If) and node is not above.test and not main:
                 yield above.test, node in above.body
             node = above
@@ -97,7 +101,7 @@ class Flow:
         above = self._above.get(statement)
         while isinstance(above, ast.With | ast.Try) or (
             isinstance(above, ast.If)
-            and (ast.unparse(above.test) == _IS_MAIN or (taken and self._taken(above.test)))
+            and (ast.unparse(above.test) in _IS_MAIN or (taken and self._taken(above.test)))
         ):
             above = self._above.get(above)
         return above

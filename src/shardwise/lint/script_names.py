@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from shardwise.job.source import Key
@@ -43,6 +43,16 @@ def name_as_imported(program: ast.Module) -> None:
                 known[one.asname or one.name] = f"{module}.{one.name}" if own else one.name
     for name in (node for node in ast.walk(program) if isinstance(node, ast.Name)):
         name.id = known.get(name.id, name.id)
+
+
+def derived_of(program: ast.Module, classes: Collection[str]) -> dict[str, ast.ClassDef]:
+    """The classes of a script that are derived of one of these, by name; of each other, too."""
+    found = dict[str, ast.ClassDef]()
+    for one in (node for node in ast.walk(program) if isinstance(node, ast.ClassDef)):
+        bases = {ast.unparse(base).rpartition(".")[2] for base in one.bases}
+        if bases & {*classes, *found}:
+            found[one.name] = one
+    return found
 
 
 def dotted(node: ast.AST, next_of: Callable[[Any], list[Any]], deep: int = 6) -> str:

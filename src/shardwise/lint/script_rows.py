@@ -119,9 +119,24 @@ class Rows:
         return {("[i:i+n]",): rows[0]} if {*map(type, found)} == {int} and len(rows) == 1 else {}
 
     def of_file(self, call: ast.Call, last: str) -> Said:
-        """Of `Dataset.from_json(path)` the file, which is held out where its name says so."""
-        given = [one.value for one in call.keywords if one.arg == "path_or_paths"] + call.args[:1]
-        if last not in _FILES or not given or not ast.unparse(call.func).endswith(f"Dataset.{last}"):
+        """Of `Dataset.from_json(path)` the file, which is held out where its name says so.
+
+        `Dataset.from_pandas(frame)` has that of the frame, which nothing changes after `read_json(path)`.
+        """
+        if last == "from_pandas" and call.args:
+            made: Any = self._known.meant(call.args[0])
+            parts = (one for one in self._nodes if isinstance(one, ast.Subscript | ast.Attribute))
+            changed = (one.value for one in parts if isinstance(one.ctx, ast.Store))
+            if ast.unparse(call.args[0]) in map(ast.unparse, changed) or not isinstance(made, ast.Call):
+                return {}
+            read = re.search(r"\bread_(json|parquet)$", ast.unparse(made.func))
+            return self._of_file(made, f"from_{read[1]}") if read else {}
+        return self._of_file(call, last) if ast.unparse(call.func).endswith(f"Dataset.{last}") else {}
+
+    def _of_file(self, call: ast.Call, last: str) -> Said:
+        named = ("path_or_paths", "path_or_buf", "path")
+        given = [one.value for one in call.keywords if one.arg in named] + call.args[:1]
+        if last not in _FILES or not given:
             return {}
         text = f"{ast.unparse(given[0])} {self._known.value(given[0])}"
         held_out = _HELD_OUT.search(text) and "train" not in text.lower()

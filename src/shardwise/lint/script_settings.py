@@ -14,7 +14,7 @@ from shardwise.lint.document import AUTO, Document, Mark
 from shardwise.lint.schema import deepspeed_schema, names
 from shardwise.lint.script_inputs import Inputs, fields, name_of
 from shardwise.lint.script_loops import of_loop
-from shardwise.lint.script_names import Said, name_as_imported, nested, never_read
+from shardwise.lint.script_names import Said, derived_of, name_as_imported, nested, never_read
 from shardwise.lint.script_optimizers import BY_STEP, OWN_GROUPS, of_all, of_groups, prepared
 from shardwise.lint.script_rates import is_constant, of_rates
 from shardwise.lint.script_rows import Rows
@@ -27,6 +27,7 @@ _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data"
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
 _COPIES = ("copy", "deepcopy", "replace")
 _OWN = ("TrainingArguments", "SFTConfig")
+_CALLS, _ARGUMENTS = frozenset(names("calls")), (*names("trainers_arguments"), *names("trl_arguments"))
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
@@ -71,6 +72,8 @@ class Settings:
         self.rows = Rows(nodes, self.known)
         self.rows.learn = bool(self._inputs.others or LEARNS.search(text) or "Trainer(" in text)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
+        # a job is of no other method of TRL's than SFT
+        self._arguments_of = _CALLS | (set() if calls else {*_ARGUMENTS, *derived_of(program, _ARGUMENTS)})
         froms = [one for one in nodes if isinstance(one, ast.ImportFrom)]
         froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]
         self._theirs = {alias.name for one in froms for alias in one.names}  # which a file makes
@@ -177,7 +180,7 @@ class Settings:
             self._made_elsewhere(call, "SFTConfig" if last.startswith("SFT") else "TrainingArguments")
         said = self._given(call, last)
         if more := said.pop(("**",), None):
-            self.uses |= {f"{called}(**)"} if last in names("calls") else set()
+            self.uses |= {f"{called}(**)"} if last in self._arguments_of else set()
             self._put({("**", last): more} if self.calls else {})
         said = self._configured(called, said)
         if last == "get_peft_model" and re.match(r"Fast\w*Model\.", called):
@@ -185,7 +188,7 @@ class Settings:
         if self.calls and last == "get_peft_model" and ("r",) in said:  # Unsloth's, with LoRA's arguments
             self.marks.setdefault(("LoraConfig",), Mark(line=call.lineno))
             self._put({(_KEYS.get(name, name), *below): v for (name, *below), v in said.items()})
-        elif last in names("calls") or last in ("Trainer", "Seq2SeqTrainer", "Fabric"):
+        elif last in self._arguments_of or last in ("Trainer", "Seq2SeqTrainer", "Fabric"):
             self._arguments(call, called, said)
         else:
             self._of_a_job(call, last, said)
@@ -227,7 +230,7 @@ class Settings:
         if call.args and places[:1] == ["params"]:
             said |= of_groups(call.args[0], said, self.known)
             self._put({key: said.pop(key) for key in [OWN_GROUPS] if key in said})
-        if last in names("calls") or last in self.calls:
+        if last in self._arguments_of or last in self.calls:
             for name, after in self.known.later(call):
                 said = {key: one for key, one in said.items() if key[0] != name}
                 said |= self.known.entries(after, (name,)) if after else {(name,): (call.lineno, UNKNOWN)}
@@ -317,7 +320,7 @@ class Settings:
             said |= {("model_class",): (call.lineno, task[0])} if task else {}
         if self.calls and last == "from_pretrained" and re.match(r"Fast\w*Model\.", place):
             self._put({("FastModel()",): (call.lineno, True)})
-        known = last in names("calls") or self.calls
+        known = last in self._arguments_of or self.calls
         given = {key[0] for key in said if known or key == ("tokenizer",)}
         given |= {*_INITIALIZE[: len(call.args)]} if called == "deepspeed.initialize" else set()
         self.uses |= {f"{called}({name})" for name in given}

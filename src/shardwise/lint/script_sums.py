@@ -24,6 +24,7 @@ _SUMS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 _SUMS[ast.Div] = lambda one, by: f"{one}/{by}" if isinstance(one, str) else one / by  # also of paths
 _TEXTS = ("endswith", "startswith", "lower", "upper", "strip", "replace", "split")
 _PLAIN = (int, round, float, str, bool, max, min, len, list)
+_SAME = {"torch.half": "torch.float16", "torch.float": "torch.float32"}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {one.__name__: one for one in _PLAIN}
 _FUNCTIONS |= {"math.ceil": math.ceil, "tuple": list, "Path": str}
 _FUNCTIONS["os.path.join"] = lambda *parts: "/".join(parts)
@@ -101,7 +102,8 @@ def holds(entries: Callable[[Any], dict[Any, Any]], node: ast.AST, value_of: Cal
 def literal(node: ast.AST) -> Any:
     """The value of a literal; `torch.float16` and `SaveStrategy.STEPS` as text, not `CFG.lr`."""
     if isinstance(node, ast.Attribute) and _NAMED.fullmatch(name := ast.unparse(node)):
-        return ".".join(name.split(".")[-2:])
+        held = ".".join(name.split(".")[-2:])
+        return _SAME.get(held, held)
     with suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         json.dumps(value := ast.literal_eval(node))
         if not isinstance(value, int) or abs(value) < 10**LONGEST_NUMBER:

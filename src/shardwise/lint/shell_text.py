@@ -3,7 +3,7 @@
 import re
 import shlex
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -30,10 +30,10 @@ _COMMAND = re.compile(
 # what starts a training without a launcher, for `shardwise init --from`
 _PLAIN = pattern("python")
 _TRAINING = r"[\w./-]*(?<![a-z])(?:pre|fine_?)?(?:train|tune|sft|dpo)\w*\.py"  # the name of a script
-_TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|swift[ \t]+(?:sft|pt|rlhf))"
+_TOOLS = r"(?:(?:llamafactory-cli|axolotl)[ \t]+train|(?:swift|trl)[ \t]+(?:sft|pt|rlhf|dpo|grpo|kto))"
 _SWIFT = re.compile(r"(?:^|/)swift[./]cli[./](\w+?)(?:\.py)?$")  # the module behind `swift sft`
 _EVALUATES = re.compile(r"(?:.*\s)?(?:eval|(?:ba)?sh\s+-c)\s+(?=\S)")
-_STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|lightning|fabric")
+_STARTS = re.compile("deepspeed|torchrun|launch|python|llamafactory|axolotl|tune|swift|trl|lightning|fabric")
 _PYTHON = re.compile(r"(?i)^([\"']?)\$\{?\w*PYTHON\w*(?::-[^{}\s]*)?\}?\1(?=\s)")  # `$PYTHON_BIN train.py`
 _DEEPSPEED = re.compile(r"(?i)^([\"']?)\$\{?\w*DEEPSPEED(_?(BIN|CMD|EXE\w*|PATH|LAUNCHER))?\}?\1(?=\s+-)")
 _HELD = r"^([\"']?)\$\{?\w+\}?\1(?=\s[^\n]*"  # a launcher in a variable, which the words after it show
@@ -44,7 +44,8 @@ _ENDS = re.compile(r"[|;&]|\d?>")  # of a command
 _FLAG = re.compile(r"--?[a-zA-Z]")
 _ARGUMENT = re.compile(r"\$\{?[\d@*]")  # of the shell's script, which has none when it runs as it is
 _IF_SET = re.compile(r"\$\{(\w+):?\+\s*(--[\w-]+)(?:[ =][^{}]*)?\}")  # `${LR:+--lr $LR}`
-NO_COMMAND = "it has no deepspeed, torchrun or accelerate command"
+NO_COMMAND = "no command in it starts a training"
+_COMMANDS = "deepspeed, torchrun, accelerate launch, trl, llamafactory-cli, axolotl, swift, python"
 UNKNOWN_FLAG = "launcher.unknown"  # the key for a flag that the launcher does not have: its text
 LOST_FLAGS = "launcher.lost"  # the key for flags below the command's end: how it ends, and the first of them
 MORE = "launcher.more"  # the key for another command below, which is not read
@@ -76,7 +77,7 @@ def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = Fals
         read = Document(name=name, text=text, syntax="shell", values=held, marks={(STARTS,): at})
         return replace(read, kind="training")
     if found is None:
-        fix = "name the file with the command that starts the training"
+        fix = f"name the file with the command that does; these are read: {_COMMANDS}"
         raise UnreadableError(NO_COMMAND, line=1, fix=fix)
     first, rows, word, known, quoted, final = found
     # the shell joins the next row where the last character is a backslash outside a comment
@@ -84,11 +85,11 @@ def read_shell(text: str, name: str, *, plain: bool = False, starts: bool = Fals
     count = next(ends, len(rows))
     launcher = "torchrun" if "torch" in word else word.split()[0]
     lost = () if quoted else _lost(rows, count, first)
-    before, _, after = rows[0].partition(word)
-    rows[0] = " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), after])
     lines = enumerate((row.rstrip().removesuffix("\\") for row in rows[:count]), first)
     rows_ = ((row if final else known.expanded(_IF_SET.sub(r"\2 $\1", row)), at) for at, row in lines)
     words = deque((word, at) for row, at in rows_ for word in _split(row))
+    if launcher == "trl":
+        launcher, words = "accelerate", deque(_of_trl(words))
     values, marks, flags = dict[str, Any](), dict[tuple[str, ...], Mark](), set[str]()
     own = set[str]()  # keys that the script's flags gave: of two, its argparse takes the last
     for key, value, line in (("launcher", launcher, first), *lost, *_parsed(words, launcher, flags)):
@@ -118,7 +119,7 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         quote = text[start.start(1) - 1 : start.start(1)]
         end = text.find(quote, start.end()) if quote in ("'", '"') else -1  # of `bash -c '...'`
         before = text[start.start() : start.start(1)].replace("\\\n", " ")  # variables on lines of their own
-        rows = (before + text[start.start(1) : len(text) if end < 0 else end]).split("\n")
+        rows = (_variables(before) + text[start.end(1) : len(text) if end < 0 else end]).split("\n")
         held = (known for command, known in steps(text + "\n:") if command.end > start.start(1))
         if (known := next(held, None)) is None:  # the lines of a `<<EOF` that is never closed
             return None
@@ -134,8 +135,42 @@ def _command(text: str, pattern: re.Pattern[str]) -> tuple[int, list[str], str, 
         made = _split(statement[evaluates.end() :] if evaluates else statement)
         row = " ".join(made) if evaluates else shlex.join(made)  # `eval` reads its text once more
         if start := pattern.search(row):
+            row = _variables(row[: start.start(1)]) + row[start.end(1) :]
             return command.line, [row], start[1], known, False, True
     return None
+
+
+def _variables(before: str) -> str:
+    """The variables that words before a command set for it, and a blank."""
+    return " ".join([*re.findall(r"\b[A-Z_]+=\S+", before), ""])
+
+
+def _of_trl(words: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """`trl sft ARGS` as the words after `accelerate launch`, with which it starts trl/scripts/sft.py.
+
+    That has all flags but those of the launcher alone (trl/cli/commands/training.py).
+    """
+    given, after = deque(words), list[tuple[str, int]]()
+    while given and not _ENDS.match(given[0][0]):
+        word, line = given.popleft()
+        flag, equals, value = word.replace("-", "_").lstrip("_").partition("=")
+        value = value if equals or not given else given[0][0]
+        in_file = flag == "accelerate_config" and value.endswith((".yaml", ".yml"))  # else TRL's own, by name
+        if not word.startswith("--") or not (in_file or flag in _launch_flags()):
+            method = all("=" in one for one, _ in after) and "=" not in word  # after the shell's variables
+            after.append((f"trl/scripts/{word}.py" if method else word, line))
+            continue
+        yield (f"--config_file={value}" if in_file else word), line
+        if not equals and given and (in_file or _takes_value("accelerate", flag)):
+            held = given.popleft()
+            yield from () if in_file else (held,)
+    yield from (*after, *given)
+
+
+def _launch_flags() -> set[str]:
+    """The flags of `accelerate launch` that no script of TRL's takes."""
+    known = {*names("accelerate_flags"), *names("accelerate_switches")}.union(*accelerate_keys()[1:])
+    return known - {*names("trainer_arguments")}
 
 
 def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> Iterator[tuple[str, Any, int]]:

@@ -134,7 +134,8 @@ def _without_halves(setup: Setup) -> bool:
         commands = [one for one in setup.of("training") if one.has("launcher")]
         known = bool(commands) and not any(one.has(OPEN) for one in commands)
     else:
-        known = "TrainingArguments" in calls and "TrainingArguments(**)" not in calls
+        called = calls & {*names("trainers_arguments")}
+        known = bool(called) and not {f"{one}(**)" for one in called} & calls
     return known and "TrainingArguments" in setup.scripts and not _HALVES.search(setup.scripts)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from shardwise.app.check import check
 from shardwise.errors import MachineError
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
@@ -220,3 +222,28 @@ def test_a_model_that_cannot_be_looked_at_leaves_the_findings() -> None:
     setup = Setup(documents=(read(ALONE, "train.py"),), asked_world_size=1)
     fit = fit_of(setup, "x/y", [], parse_hardware("1xRTX4090"), unreachable)
     assert fit.lines() == ["fit: not known: x/y is not on this machine, and the hub cannot be reached"]
+
+
+@pytest.mark.parametrize(("needed", "fix"), [(40.0, "LoRA of rank 16 instead of all weights"), (15.0, "")])
+def test_a_job_of_shardwises_own(
+    needed: float, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(job: Job, hardware: Hardware, *, making: object) -> Plan:
+        return planner(lambda _: needed)(job, hardware)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.app.check.make_plan", planned)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    job = "name: a\nmodel: {source: llama-2-7b}\ndata: {train: rows.jsonl}\nstrategy: zero2\n"
+    job += "train: {steps: 9, global_batch: 8}\n"
+    Path("job.yaml").write_text(job)
+    report = check("job.yaml", gpus="4xRTX4090")
+    assert report.fit is not None
+    assert report.fit.lines()[0].startswith("fit: does not fit 4 x" if fix else "fit: fits 4 x")
+    assert [one.rule for one in report.findings if one.severity == "error"] == ["does-not-fit"] * bool(fix)
+    assert fix in report.fit.nearest
+    assert check("job.yaml").fit is None
+    Path("job.yaml").write_text(job.replace("zero2", "zero9"))
+    report = check("job.yaml", gpus="4xRTX4090")
+    assert report.fit is not None
+    assert report.fit.unavailable == "job.yaml is no job that can run"

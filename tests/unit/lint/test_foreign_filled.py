@@ -451,7 +451,7 @@ CASES |= {
     for given, loaded, precision in [
         (", fp16=False, bf16=False", "", "fp32"),
         (", fp16=False, bf16=False", ", torch_dtype='bfloat16'", "bf16"),
-        (", fp16=False", "", None),
+        (", fp16=False", "", "fp32"),
     ]
 }
 CASES |= {

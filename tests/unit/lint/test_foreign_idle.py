@@ -52,8 +52,8 @@ CASES: dict[str, Case] = {
     ),
     "TRL's precision, where accelerate's file says none": (
         {"fsdp.yaml": FSDP, "train.py": f"{TRL}SFTTrainer(model=model, args=SFTConfig('o')).train()\n"},
-        {"train.precision": None},
-        ("train.precision bf16",),
+        {"train.precision": "bf16"},
+        ("as TRL since 0.22 does: train.checkpointing=full, train.precision=bf16",),
         (),
     ),
     "TRL's precision off": (

@@ -195,8 +195,8 @@ CASES: dict[str, Case] = {
     ),
     "ms-swift's sft says neither": (
         {"run.sh": SWIFT.format("sft", "d.jsonl")},
-        {"data.format": None, "data.loss_on": None, "data.too_long": "drop"},
-        (),
+        {"data.format": None, "data.loss_on": None, "data.too_long": None},
+        ("no file has max_length",),
         ("swift:",),
     ),
     "rows of an id": (

@@ -13,7 +13,6 @@ FLAGS = "--model a/b --dataset d.jsonl --learning_rate 1e-4 --per_device_train_b
 SWIFT = {
     "optimizer.beta2": 0.95,
     "optimizer.weight_decay": 0.1,
-    "data.too_long": "drop",
     "model.lora.rank": 8,
 }
 ZERO = '{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 9e-4}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}}'

@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
         ("model.tokenizer",),
     ),
     "ms-swift leaves out rows that are too long": (
-        {"run.sh": "swift sft --model a/b --dataset d.jsonl\n"},
+        {"run.sh": "swift sft --model a/b --dataset d.jsonl --max_length 512\n"},
         {"data.too_long": "drop", "data.eval_fraction": 0, "model.lora.dropout": 0.05},
         (),
         (),

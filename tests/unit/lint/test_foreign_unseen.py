@@ -215,8 +215,8 @@ CASES: dict[str, Case] = {
             "made.py": "import argparse\np = argparse.ArgumentParser()\np.add_argument('--rate', type=float)\np.add_argument('--odd')\np.add_argument('--model_name_or_path')\nargs = p.parse_args()\n",
         },
         {"optimizer.learning_rate": 1e-4},
-        ("run.sh:1: odd: no script of --from reads them",),
-        ("no such key: rate", "no such key: odd"),
+        ("no such key: odd",),
+        ("no such key: rate", "no script of --from reads"),
     ),
     "keys of a file that the script uses": (
         {

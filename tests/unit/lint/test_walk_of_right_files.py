@@ -462,7 +462,7 @@ def test_arguments_of_the_trainer_in_another_file_read_no_file_for_deepspeed(tmp
 def test_a_job_is_made_of_no_script_that_only_starts_others(tmp_path: Path) -> None:
     run = tmp_path / "job.sh"
     run.write_text("export A=1\nsbatch --nodes=2 elsewhere.sh\n")
-    with pytest.raises(UnreadableError, match="it has no deepspeed"):
+    with pytest.raises(UnreadableError, match="no command in it starts a training"):
         read(run.read_text(), str(run), other="training")
 
 

@@ -17,6 +17,7 @@ from shardwise.lint.schema import as_number
 
 _FACTORY = {"finetuning_type", "template", "dataset_dir"}  # keys by which a file is LLaMA-Factory's
 _PRESET_TAGS = {"user_tag": "human", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "value"}
+_ROLES: dict[str, list[str]] = TABLE["roles"]
 _LISTS = ("datasets", "test_datasets")  # Axolotl's
 _OF_EACH = "prepare files with so many rows of each; data.max_samples counts those of all"
 
@@ -32,7 +33,7 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     for name in _LISTS:
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
-            values[name] = [_as_one(rows)]
+            values[name] = [_as_one([_without_roles(row) for row in rows])]
             if values[name][0].get("type") == "alpaca":  # which has a text of its own
                 values.pop("chat_template", None)
     _with_one_split(values, f"{document.name}:{document.line(('test_datasets',))}", said)
@@ -67,6 +68,14 @@ def _with_one_split(values: dict[str, Any], place: str, said: list[str]) -> None
         said.append(
             f"to do: {place}: {rows}, split {split}: a job has one split for all data; write data.eval"
         )
+
+
+def _without_roles(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row without those of Axolotl's `roles` that say what a job takes for them anyway."""
+    given = row.get("roles")
+    words = {role: held if isinstance(held, list) else [held] for role, held in dict(given or {}).items()}
+    kept = {role: held for role, held in words.items() if not {*map(str, held)} <= {*_ROLES.get(role, ())}}
+    return {key: value for key, value in row.items() if key != "roles"} | ({"roles": kept} if kept else {})
 
 
 def started(document: Document) -> str:

@@ -14,6 +14,7 @@ from shardwise.lint.setup import Setup, of_script
 _TARGETS = "model.lora.targets"
 _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
+_IDLE = re.compile(r"args\.(bf16|fp16)\b|\b(bf16|fp16)\w* ?= ?False")  # of a precision, in a script
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric|colossalai")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
@@ -32,13 +33,15 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     """The changes; `given`: keys of the job and of the files that something says."""
     scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
     scripts = [one for one in scripts if not re.search(r"import run_exp\b", one.text)]  # LLaMA-Factory's own
-    tools = [*dict.fromkeys(tool for one in documents for tool in _tools(one, alone=not scripts))]
+    first = sorted(documents, key=lambda one: one.syntax != "shell")  # whose tool reads the other files
+    tools = [*dict.fromkeys(tool for one in first for tool in _tools(one, alone=not scripts))]
+    if any(one.has("max_seq_length") for one in documents):  # a name that TRL has not since 0.20
+        tools = [one for one in tools if one != "trl_22"]
     if any(one.has("swift") for one in documents):  # its file may have any keys
         tools = ["swift" if any(one.has("model") for one in documents) else "swift_2"]  # had other names
     given = given | {"full" for one in documents for name in _KINDS if one.get(name) == "full"}
     given |= {f"{k}={v}" for one in documents for k, v in leaves(one.values) if k.endswith(".type")}
     given |= set() if _CHATS.search(model) else {"base model"}
-    asks_trl = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
     places = [(one, key) for one in documents for key in _EVALUATION if one.get(key) in _EVALUATES]
     places += [(one, key) for one in scripts for key in _EVALUATED if one.has(key)]
     evaluation = next((f"{one.name}:{one.line((key,))}: {key}" for one, key in places), "")
@@ -46,6 +49,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
     also = {
         "zero": "loop" in tools and any(map(_with_auto_clip, documents)),
         "plain": "loop" in tools and not any(_PRECISION.search(one.text) for one in scripts),
+        "unmixed": bool({"trainer", "trl"} & {*tools}) and _without_halves(documents, tools),
         "alone": "loop" in tools and not any(_SEVERAL.search(one.text) for one in scripts),
         "spread": any(map(_in_one_process, scripts)),
         "several": setup.hugging_face and (setup.launched or 1) > 1,
@@ -54,7 +58,7 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
         "text_field": any(one.get("dataset_text_field") == "text" for one in documents)
         and not any(_CHAT.search(one.text) for one in scripts)
         and not any("data.format" in one for one in said),
-        "trl_peft": asks_trl and any(one.get("use_peft") is True for one in documents),
+        "trl_peft": with_peft(documents),
     }
     made_by = (tool for tool in TABLE["tools"] if any(one.has(tool) for one in scripts))  # `Plugin()`
     tools = [*made_by, *(tool for tool in also if also[tool]), *tools, "any"]
@@ -79,6 +83,23 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
             said.append(f"assumed, as {TABLE['tools'][tool]} does: {shown}")
         made |= {change.partition("=")[0]: change for change in own}
     return [*made.values()]
+
+
+def _without_halves(documents: Sequence[Document], tools: Sequence[str]) -> bool:
+    """Whether nothing may ask the Trainer, or what starts it, for bf16 or fp16, which are off by default."""
+    scripts = [one for one in documents if one.syntax == "python"]
+    others = {"sft_config", "sft_yaml", "unsloth", "factory", "deepspeed"} & {*tools}  # of other defaults
+    others |= {one.name for one in documents if one.kind != "training" or one.get("launcher") == "accelerate"}
+    filled = any("HfArgumentParser" in one.text for one in scripts) and len(scripts) == len(documents)
+    texts = (_IDLE.sub("", one.text) for one in documents)
+    return bool(scripts) and not (others or filled or any(map(_PRECISION.search, texts)))
+
+
+def with_peft(documents: Sequence[Document]) -> bool:
+    """Whether TRL's ModelConfig gives the model adapters."""
+    scripts = [one for one in documents if one.syntax == "python" and one.kind == "training"]
+    read = not scripts or any(name.endswith("get_peft_config") for one in scripts for name in one.uses)
+    return read and any(one.get("use_peft") is True for one in documents)
 
 
 def _before_22(script: Document) -> bool:
@@ -120,6 +141,8 @@ def _tools(document: Document, *, alone: bool) -> list[str]:
             return ["axolotl"]
         if {*names("of_llama_factory")} & document.values.keys():
             return ["factory", "trainer"]
+        if _SFT & document.values.keys() and document.has("use_peft"):  # of TRL's ModelConfig
+            return ["sft_yaml", "trl_22", "trl"]
         return ["sft_yaml"] * bool(_SFT & document.values.keys()) + ["trainer"]
     calls = {name.rpartition(".")[2] for name in document.uses}
     adapters = ["peft"] if document.has("LoraConfig") else []

@@ -38,10 +38,9 @@ from shardwise.lint.shell_text import flags_within
 
 _ALL_VISIBLE = ("deepspeed", "accelerate", "llamafactory-cli", "swift", "axolotl", "python", "python3")
 _WORDS = {name: re.compile(pattern) for name, pattern in TABLE["words"].items()}
-_FILLS = _WORDS["fills"]
+_FILLS, _OTHERS = _WORDS["fills"], re.compile(TABLE["other_scripts"])
 ARGUED = "its command, or a file, gives it arguments; add that to --from"
-_ARGUMENTS = frozenset(names("trainer_arguments"))
-_DATA = ({"data.train"}, {"data.eval"})
+_ARGUMENTS, _DATA = frozenset(names("trainer_arguments")), ({"data.train"}, {"data.eval"})
 _OWN_TRAINER = re.compile(r"(?m)^class (\w*Trainer)\b(?!\([^)]{0,300}Trainer)")  # of no library's
 _OF_FLAGS = ("data.sequence_length", "batch.accumulation", "train.epochs")
 _OTHER = TABLE["reasons"]["DPOTrainer"]  # why a method is refused
@@ -159,8 +158,9 @@ def _refuse(document: Document, texts: str) -> None:
         for key, value in given.items()
         if isinstance(value, str) and value.isalpha() and value not in TABLE["other_methods"][key]
     ]
-    module = re.search(TABLE["other_modules"], document.text) if document.syntax == "shell" else None
-    other += [(module[1], line_at(document.text, module.start()))] if module else []
+    modules = re.finditer(TABLE["other_modules"], document.text if document.syntax == "shell" else "")
+    other += [(one[1], line_at(document.text, one.start())) for one in modules]
+    other += [(one, document.line(("script",))) for one in _OTHERS.findall(str(document.get("script")))]
     own = TABLE["other_keys"] if document.syntax in ("yaml", "json") else {}
     other += [(f"{key} ({of})", document.line((key,))) for key, of in own.items() if document.has(key)]
     calls = {name.rpartition(".")[2] for name in document.uses}

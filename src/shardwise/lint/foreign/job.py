@@ -16,7 +16,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.foreign import files as of_files
 from shardwise.lint.foreign import resolve
 from shardwise.lint.foreign.datasets import with_datasets
-from shardwise.lint.foreign.defaults import defaults
+from shardwise.lint.foreign.defaults import defaults, with_peft
 from shardwise.lint.foreign.losses import answers_in_text
 from shardwise.lint.foreign.reads import unread
 from shardwise.lint.foreign.statements import Statement, statements, unsaid
@@ -91,7 +91,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     open_ = {key: place for key, place in unsaid(documents, given).items() if not idle.get(key)}
     masks = any("labels(-100)" in one for one in said)  # which says the same of an own collator
     to_do = [one for one in _to_do(open_) if not (masks and ": own_collator(): " in one)]
-    found = suspects(documents, given | open_.keys(), said)
+    adapted = {"model.lora"} if with_peft(documents) else set[str]()
+    found = suspects(documents, given | open_.keys() | adapted, said)
     unread(documents, used, said)
     open_ |= {key: place for key, (place, _) in found.items()}
     numbers = {key: until for key, (_, until) in found.items() if until}

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwise.lint.document import AUTO, Document, line_at
 from shardwise.lint.foreign.suspects import CALLBACKS, decides
-from shardwise.lint.foreign.table import NO_KEY, leaves
+from shardwise.lint.foreign.table import NO_KEY, TABLE, leaves
 from shardwise.lint.read import NO_PYTHON, imported
 from shardwise.lint.rules.accelerate import DS, FILE, kind_of
 from shardwise.lint.schema import names
@@ -24,6 +24,7 @@ _DEEPSPEED = re.compile(r"deepspeed\.initialize|DeepSpeedPlugin|DeepSpeedStrateg
 _GIVES = re.compile(r"\bdeepspeed=(?!=)")  # an argument of the Trainer's
 _LOADS = re.compile(r"\bload_dataset\(|\bread_(json|csv|parquet)\(")
 _CONFIG = re.compile(r"(?i)(^|[._])(ds|deepspeed)")  # in names of DeepSpeed's settings
+_FILLS = re.compile(TABLE["words"]["fills"])
 _TAKES_ALL = re.compile(r"[(,]\s*\*\*(?!kwargs)|setattr\(")  # `Config(**values)`
 
 
@@ -111,6 +112,7 @@ def unread(documents: Sequence[Document], used: set[str], said: list[str]) -> No
     """Say once which flags no script reads; say of no key that a job has none, if its value is `used`."""
     start, scripts = f"left out: {NO_KEY}: ", [one for one in documents if one.syntax == "python"]
     read = names_read(scripts)
+    read |= {*names("trainer_arguments")} if any(_FILLS.search(one.text) for one in scripts) else set()
     asked = " ".join(one for one in said if one.startswith("to do"))
     for one in documents if scripts else ():
         flags = [
@@ -185,6 +187,8 @@ def _read_by(node: ast.AST) -> Iterator[str]:
     match node:
         case ast.Attribute(attr=name) | ast.arg(arg=name):
             yield name
+        case ast.Call(func=ast.Attribute(attr="add_argument"), args=given):
+            yield from (str(getattr(one, "value", "")).lstrip("-").replace("-", "_") for one in given)
         case ast.Subscript(slice=ast.Constant(name)) | ast.Call(args=[ast.Constant(name), *_]):
             yield str(name)
 

@@ -12,10 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from shardwise.errors import JobError
 from shardwise.job.paths import read_bounded
-from shardwise.lint.document import Document, line_at
+from shardwise.lint.document import Document, UnreadableError, line_at
 from shardwise.lint.foreign.table import TABLE, leaves, plain_number
-from shardwise.lint.read import LARGEST_FILE_BYTES
+from shardwise.lint.read import LARGEST_FILE_BYTES, found, read, text_of
 from shardwise.lint.script_inputs import fields, name_of, options
 from shardwise.lint.script_text import without_classes
 
@@ -48,11 +49,12 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
 
     `known`: keys that something decides.
     """
-    found = dict[str, tuple[str, str]]()
+    said_of = dict[str, tuple[str, str]]()
     flags = {flag for one in documents for flag in one.flags}  # which count more than a script's default
     settings = [(one, *each) for one in documents for each in _settings(one)]
     settings = [one for one in settings if one[0].syntax != "python" or one[1] not in flags]
     settings = [one for one in settings if not _METHOD.search(one[1])]
+    settings = [one for one in settings if not (_READS.search(one[1]) and _is_configuration(one[0], one[3]))]
     for concept, pattern in _CONCEPTS.items():
         key = concept
         if any(one.startswith((key, *TABLE["instead_of_concepts"].get(key, ()))) for one in known):
@@ -83,8 +85,16 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
             first, several, _ = write.partition(", ")
             what += f"; until then {first} {until}" if several else f"; until then {until}"
         said.append(f"to do: {place}: {names}: {what}")
-        found[key] = place, until
-    return found
+        said_of[key] = place, until
+    return said_of
+
+
+def _is_configuration(script: Document, path: Any) -> bool:
+    """Whether a file that a script opens has settings of DeepSpeed, and no rows."""
+    there = found([path], Path(script.name).parent) if str(path).endswith(".json") else []
+    with suppress(UnreadableError, OSError, ValueError, JobError):
+        return any(read(text_of(one, ""), one.name).kind == "deepspeed" for one in there)
+    return False
 
 
 def _likely(key: str, given: Sequence[tuple[Document, str, int, Any]], scripts: bool) -> str:

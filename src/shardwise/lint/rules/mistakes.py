@@ -26,6 +26,8 @@ _AS_MODEL = partial(ast.keyword, "model")
 _LEAST = {"min_lr", "min_lr_rate"}
 _RATIO = 1e-4  # a smallest rate below that share of the highest is meant as a rate
 _GIVES_ADAPTERS = re.compile("|".join(names("gives_adapters")))
+_SHIFTED = pattern("shifted_labels")
+_OWN_SHIFT = re.compile(r"(?i)cross_?entropy|logits|nll_loss")  # a loss of the script's own
 _SWAPPED = pattern("swapped")
 _PADS_LEFT, _FROM_LEFT = map(pattern, ("pads_left", "masked_from_left"))
 _TRAINS_ROWS, _NO_NEW_TOKEN, _NEW = pattern("trains_rows"), pattern("no_new_token"), pattern("new")
@@ -321,7 +323,12 @@ def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
                 yield Hit((), what, "padding_side='right'; or mask before padding", line=one.lineno)
     given = [one for one in ast.walk(program) if isinstance(one, ast.Assign)]
     texts = {one: ast.unparse(one) for one in given}
+    shifts = "ForCausalLM" in document.text and not _OWN_SHIFT.search(document.text)
     for node, text in texts.items():
+        shifted = _SHIFTED.match(text) if shifts else None
+        if shifted and not any(one.startswith(f"{shifted[1]}['input_ids'] = ") for one in texts.values()):
+            what = "the model shifts the labels itself: these are a token shorter than its rows, ValueError"
+            yield Hit((), what, f"{shifted[1]}['input_ids'].clone()", line=node.lineno)
         name, _sign, value = text.partition(" = ")
         if _SWAPPED.search(text):
             fix = "-100 for the prompt's tokens, and the answer's own tokens"

@@ -9,6 +9,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
+from shardwise.lint.rules.schedules import ends_early, followed, never_ends, prepares
 from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_values import Values
@@ -23,9 +24,7 @@ _LISTED = "clip_grad_norm_(model.parameters(), ...), or list(...) where {} is ma
 _FIXED = re.compile(r"(?i)\bema_|_ema\b|teacher|\bref_")  # weights that no optimizer changes
 _LOGS = re.compile(r"\+= .*\b(detach|item)\(\)")  # of a sum that is shown, and has no gradients
 _OF_MICRO = re.compile(r"(?i)\A.*(micro|accum)|\bnext\(|batch\(")
-_SCHEDULES, _COUNTS_ALL, _ADAPTS, _KEEPS = map(
-    pattern, ("schedules", "counts_all", "has_moments", "keeps_moments")
-)
+_ADAPTS, _KEEPS = map(pattern, ("has_moments", "keeps_moments"))
 _ACCUMULATES = pattern("accumulates")  # an Accelerator
 _STATE = re.compile(r"(?i)(opt\w*|sched\w*|scaler)\.state_dict\(\)$")
 _MAKES = r"(?m)^[^=\n]*\b{}\b[^=\n]* = [\w.]*(DataLoader|initialize|prepare\w*|setup\w*|skip_first_batches)\("
@@ -232,7 +231,7 @@ def _clears(call: ast.Call, optimizer: str) -> bool:
 def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
     assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
-    given = {ast.unparse(one.targets[0]): one.value for one in assigned if not _prepares(one.value)}
+    given = {ast.unparse(one.targets[0]): one.value for one in assigned if not prepares(one.value)}
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         for run in loop.runs:
             name = stepped(run.call)
@@ -243,7 +242,7 @@ def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]
             if not isinstance(made, ast.Call) or loop.every is None or open_:
                 continue
             count = ast.unparse(loop.every).removeprefix("self.")
-            texts = " ".join(_followed(made, given))
+            texts = " ".join(followed(made, given))
             of_steps = re.search(rf"//? *\(?([\w.]*{re.escape(count)}|[\w.]*accum)", texts)
             if often and of_steps:
                 what = f"the schedule counts steps, and advances at micro-batches: it ends after 1/{count}"
@@ -256,54 +255,19 @@ def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]
                 what = f"the schedule counts micro-batches, and advances at steps: 1/{count} of it is used"
                 yield Hit((), what, f"its number of steps / {count}", severity="warning", line=made.lineno)
 
-    yield from _ends_early(document, given) if setup.world_size != 1 else ()
+    yield from ends_early(document, given) if setup.world_size != 1 else ()
+    yield from never_ends(document, given)
     for call in calls(document, "step"):
         place, name = around(tree_of(document), call), stepped(call)
         made = given.get(name) if "sched" in name.lower() else None
         inner = [one for one in ast.walk(place) if isinstance(one, ast.For)]
         inner = [one for one in inner if ".backward(" in ast.unparse(one)]
         loads = {one.id for loop in inner for one in ast.walk(loop.iter) if isinstance(one, ast.Name)}
-        texts = " ".join(_followed(made, given)) if isinstance(made, ast.Call) else ""
+        texts = " ".join(followed(made, given)) if isinstance(made, ast.Call) else ""
         if place not in inner[-1:] and any(re.search(rf"(?<!/ )\blen\({one}\)", texts) for one in loads):
             what = "the schedule counts batches, and advances once an epoch: most of it is never reached"
             fix = f"`{name}.step()` after each step of the optimizer, or a schedule of epochs"
             yield Hit((), what, fix, line=call.lineno)
-
-
-def _prepares(node: ast.expr) -> bool:
-    """Whether an Accelerator gives back what was made before."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".prepare", ".prepare_scheduler"))
-
-
-def _ends_early(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
-    """A schedule that an Accelerator steps once for each process, and that counts one process's batches."""
-    flow, prepares = values_of(document).flow, [*calls(document, "prepare", "prepare_scheduler")]
-    if "Accelerator" not in document.uses or _COUNTS_ALL.search(document.text):
-        return
-    rows_of = [(call, one) for call in prepares for one in call.args]
-    first = {ast.unparse(one): call for call, one in reversed(rows_of)}
-    for call, one in rows_of:
-        made = given.get(ast.unparse(one), one)
-        plan = isinstance(made, ast.Call) and _SCHEDULES.search(ast.unparse(made.func))
-        for name in re.findall(r"\blen\(([\w.]+)\)", " ".join(_followed(made, given))) if plan else ():
-            rows = first.get(name, call)
-            counts = [n for n in calls(document, "len") if ast.unparse(n) == f"len({name})"]
-            same = [*flow.scopes(rows)] == [*flow.scopes(made)]
-            if rows is not call and same and all(rows.lineno < n.lineno for n in counts):
-                what = f"`{name}` is prepared by then: it has the batches of one process, and the prepared "
-                what += "schedule takes a step for each process: it ends at 1/processes of the run"
-                fix = "its number of steps * accelerator.num_processes; or do not prepare the schedule"
-                yield Hit((), what, fix, severity="warning", line=made.lineno)
-                return
-
-
-def _followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:
-    """The text of an expression, and of what the names in it were given."""
-    yield ast.unparse(made)
-    for one in ast.walk(made):
-        held = given.get(ast.unparse(one)) if isinstance(one, ast.Name | ast.Attribute) else None
-        if held is not None and held is not made and deep and "(" not in ast.unparse(one):
-            yield from _followed(held, given, deep - 1)
 
 
 @loop_rule("warning", "torch/nn/modules/module.py: eval turns dropout off until train()")

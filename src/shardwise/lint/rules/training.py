@@ -11,11 +11,12 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
+from shardwise.lint.read import imported
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_inputs import Inputs, name_of
-from shardwise.lint.script_names import name_as_imported, nested
+from shardwise.lint.script_names import derived_of, name_as_imported, nested
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -27,7 +28,8 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
 )
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
-PLAIN = ("TrainingArguments", "Seq2SeqTrainingArguments")
+PLAIN, _OF_TRL = names("trainers_arguments"), names("changed_by_trl")
+ARGUMENTS = (*PLAIN, *names("trl_arguments"))
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
 WORDS: dict[str, str] = table("words_of_the_trainer")
@@ -226,8 +228,9 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
                 differing.setdefault(name, {})[key] = value
         for name, keys in differing.items():
             yield from _differs(config, setup, keys, name, document.get(name))
-        called = [one for one in PLAIN if one in document.uses and f"{one}(**)" not in document.uses]
-        for key, value, name, default in absent if called and document.syntax == "python" else ():
+        called = _called_for_arguments(document) if document.syntax == "python" and absent else ("", "")
+        absent = [row for row in absent if not _is_set(document, *called, row[2])]
+        for key, value, name, default in absent if called[0] else ():
             if value != default:
                 what = f"`{name}` is {default} by default, but {config.name} has `{'.'.join(key)}`: "
                 what += f"{json.dumps(value)}. The Trainer stops: {_PLEASE}"
@@ -249,6 +252,27 @@ def trainer_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"{config.name} gives {words}, and the command does not: the Trainer {stops}, {_PLEASE}"
             fix = '"auto" in the file, or the same values in both'
             yield Hit(("script",), what, fix, severity="error" if certain else "warning")
+
+
+def _called_for_arguments(document: Document) -> tuple[str, str]:
+    """The class of the Trainer's arguments that a script calls, and its text if it is the script's own.
+
+    Empty where arguments are handed on that no call shows.
+    """
+    own = derived_of(tree_of(document), ARGUMENTS)
+    for call in calls(document, *ARGUMENTS, *own):
+        name, by = ast.unparse(call.func), name_of(call.func).rpartition(".")[2]
+        if by in own or name in document.uses:
+            given = any(one.arg is None for one in call.keywords) or f"{name}(**)" in document.uses
+            return ("", "") if given else (by, ast.unparse(own[by]) if by in own else "")
+    return "", ""
+
+
+def _is_set(document: Document, called: str, text: str, name: str) -> bool:
+    """Whether a class of arguments may have a default of its own; TRL's bf16 is off where fp16 is on."""
+    of_trl = any(one in f"{called} {text}" for one in names("trl_arguments")) and name in _OF_TRL
+    own = re.search(rf"\b({name}|__init__|__post_init__)\b", text)
+    return own is not None or (of_trl and not (name == "bf16" and document.on("fp16")))
 
 
 def _other_format(document: Document, config: Document, missing: list[str]) -> Iterator[Hit]:
@@ -292,9 +316,10 @@ def given_to_trainers(
     """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values = known_values(document, setup) if every else values_of(document)
-    for call in calls(document, *PLAIN, *names("trl_arguments")):
+    mine = derived_of(tree_of(document), ARGUMENTS)
+    for call in calls(document, *ARGUMENTS, *mine):
         given = nested(values.arguments(call))
-        if (called := ast.unparse(call.func)) in document.uses:
+        if (called := ast.unparse(call.func)) in document.uses or called in mine:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
             groups.append((DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
@@ -348,6 +373,8 @@ def _left_by_the_file(document: Document, config: Document) -> Iterator[Hit]:
 def not_read(document: Document, setup: Setup) -> Iterator[Hit]:
     """Values that only a run knows, and settings of a framework, are not judged."""
     others = any(one.syntax != "python" for one in setup.of("training"))
+    named = {Path(one.name).resolve() for one in setup.documents}
+    others |= any(one.resolve() in named for one in imported(document))  # a module with the values
     open_ = [f"`{one.removesuffix('(**)')}(**...)`" for one in sorted(document.uses) if one.endswith("(**)")]
     open_ += ["the command's flags"] * ("HfArgumentParser" in document.uses and not others)
     if document.syntax == "python":

@@ -41,6 +41,7 @@ _REMOVED: dict[str, str] = table("removed_imports")
 _GONE = names("gone_from_transformers")
 _TAKEN_OUT = re.compile(r"(?:\.pop\(|\bdel [\w.]+\[)[\"'](\w+)")  # of a dict
 _ASKS = pattern("asks")  # which version is installed
+_OF_TRL = re.compile(r"\btrl/(examples/)?scripts/\w+\.py$")  # its own scripts
 _LEAVES_OUT = re.compile(r"allow_extra_keys\s*=\s*True")
 _OWN_CODE = re.compile(r"Tokenizer\w*\.from_pretrained\([^()]*trust_remote_code\s*=\s*True")
 _GIVES_IDS, _AS_IDS, _BOTH = pattern("gives_ids"), pattern("as_ids").pattern, pattern("both_kinds")
@@ -140,23 +141,28 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = setup.scripts
     parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search(_PARSED, text)
-    keys = document.flags if parsed and document.syntax == "shell" else frozenset()
+    scripts = [str(one.get("script")) for one in setup.of("training")]
+    by_trl = [one for one in scripts if _OF_TRL.search(one)]
+    keys = document.flags if (parsed or by_trl) and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
     keys |= document.values.keys() if of_trainer and not factory else set()  # which has arguments of its own
-    trl = table("removed_arguments")["SFTConfig"] if re.search(r"TrlParser\(.*SFTConfig", text) else ""
-    for word in (*names("removed_from_TrainingArguments"), *trl.split()):
+    sft = re.search(r"TrlParser\(.*SFTConfig", text) or any(one.endswith("sft.py") for one in by_trl)
+    trl = table("removed_arguments")["SFTConfig"].split() if sft else []
+    for word in (*names("removed_from_TrainingArguments"), *trl):
         old, _, new = word.partition("=")
         if old in keys and not re.search(rf"\b{old}\b", text):
             shown = old if of_trainer else f"--{old}"
-            older = _older(document, setup)
+            package = "trl" if word in trl else "transformers"
+            older, now = _older(document, setup, package), "TRL 1.16" if word in trl else "transformers 5.23"
             left = of_trainer and _LEAVES_OUT.search(text)
             does = "`allow_extra_keys` leaves it out" if left else "it stops"
-            what = f"transformers 5.23 has no argument `{shown}`, which earlier versions had: {does}"
-            what += f" from transformers 5.23 on; {older}" if older else ""
+            what = f"{now} has no argument `{shown}`, which earlier versions had: {does}"
+            what += f" from {now} on; {older}" if older else ""
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
-            severity: Severity | None = "warning" if older or left or "return_remaining" in text else None
+            unsure = older or left or by_trl or "return_remaining" in text
+            severity: Severity | None = "warning" if unsure else None
             yield Hit((old,), what, fix, changes, severity)
 
 

@@ -1,0 +1,83 @@
+"""Schedules next to an Accelerator: what their numbers of steps count, and how often they advance."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from shardwise.lint.document import Document
+from shardwise.lint.finding import Hit
+from shardwise.lint.rules.loop import stepped
+from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.schema import pattern
+
+_SCHEDULES, _COUNTS_ALL = map(pattern, ("schedules", "counts_all"))
+_DIVIDES = re.compile(r" //? |(?i:accum)|steps_per_epoch")  # as ast.unparse writes it
+
+
+def prepares(node: ast.expr) -> bool:
+    """Whether an Accelerator gives back what was made before."""
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".prepare", ".prepare_scheduler"))
+
+
+def ends_early(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
+    """A schedule that an Accelerator steps once for each process, and that counts one process's batches."""
+    flow, preparing = values_of(document).flow, [*_prepares(document)]
+    if "Accelerator" not in document.uses or _COUNTS_ALL.search(document.text):
+        return
+    rows_of = [(call, one) for call in preparing for one in call.args]
+    first = {ast.unparse(one): call for call, one in reversed(rows_of)}
+    for call, one in rows_of:
+        made = given.get(ast.unparse(one), one)
+        plan = isinstance(made, ast.Call) and _SCHEDULES.search(ast.unparse(made.func))
+        for name in re.findall(r"\blen\(([\w.]+)\)", " ".join(followed(made, given))) if plan else ():
+            rows = first.get(name, call)
+            counts = [n for n in calls(document, "len") if ast.unparse(n) == f"len({name})"]
+            same = [*flow.scopes(rows)] == [*flow.scopes(made)]
+            if rows is not call and same and all(rows.lineno < n.lineno for n in counts):
+                what = f"`{name}` is prepared by then: it has the batches of one process, and the prepared "
+                what += "schedule takes a step for each process: it ends at 1/processes of the run"
+                fix = "its number of steps * accelerator.num_processes; or do not prepare the schedule"
+                yield Hit((), what, fix, severity="warning", line=made.lineno)
+                return
+
+
+def followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Iterator[str]:
+    """The text of an expression, and of what the names in it were given."""
+    yield ast.unparse(made)
+    for one in ast.walk(made):
+        held = given.get(ast.unparse(one)) if isinstance(one, ast.Name | ast.Attribute) else None
+        if held is not None and held is not made and deep and "(" not in ast.unparse(one):
+            yield from followed(held, given, deep - 1)
+
+
+def never_ends(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
+    """A schedule of all micro-batches that advances where the Accelerator's gradients are synchronised."""
+    program, known = tree_of(document), values_of(document)
+    words = [word for call in calls(document, "Accelerator") for word in call.keywords]
+    counts = [known.value(one.value) for one in words if one.arg == "gradient_accumulation_steps"]
+    if len(counts) != 1 or type(counts[0]) is not int or counts[0] < 2:
+        return
+    prepared = {ast.unparse(one): call.lineno for call in _prepares(document) for one in call.args}
+    if "step_scheduler_with_optimizer" in document.text:
+        prepared = {}
+    nodes = [*ast.walk(program)]
+    waits = [one for one in nodes if isinstance(one, ast.If) and "sync_gradients" in ast.unparse(one.test)]
+    synced = {part for one in waits for row in one.body for part in ast.walk(row)}
+    loops = [one for one in nodes if isinstance(one, ast.For)]
+    for call in calls(document, "step"):
+        made = given.get(name := stepped(call))
+        if not isinstance(made, ast.Call) or not _SCHEDULES.search(ast.unparse(made.func)):
+            continue
+        texts = " ".join(followed(made, given))
+        above = [one for one in loops if call in {*ast.walk(one)}]
+        loads = {part.id for one in above for part in ast.walk(one.iter) if isinstance(part, ast.Name)}
+        counts_all = any(re.search(rf"\blen\({one}\)", texts) for one in loads)
+        waiting = call in synced or prepared.get(name, 0) > made.lineno
+        if counts_all and waiting and not _DIVIDES.search(texts):
+            what = f"the schedule counts micro-batches, and advances at steps: 1/{counts[0]} of it is used"
+            yield Hit((), what, f"its number of steps / {counts[0]}", severity="warning", line=made.lineno)
+            return
+
+
+def _prepares(document: Document) -> Iterator[ast.Call]:
+    return calls(document, "prepare", "prepare_scheduler")
