@@ -3,8 +3,8 @@
     python benchmarks/accuracy/link.py --out two-nodes.json
 
 Both nodes are on this machine; NCCL_HOSTID makes NCCL take them for two, joined by its sockets. `both pairs`
-and `all` are what a row is predicted with (predict.two_nodes). --cpu tries the script over gloo. The output is
-a line of results/two_nodes_link.jsonl.
+and `all` are what a row is predicted with (predict.two_nodes). --cpu tries the script over gloo.
+The output is a line of results/two_nodes_link.jsonl.
 """
 
 from __future__ import annotations

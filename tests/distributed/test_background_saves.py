@@ -37,7 +37,7 @@ def test_it_makes_no_difference_who_writes(
 
 
 def test_weights_that_diverged_before_their_first_checkpoint_are_no_damage(tmp_path: Path) -> None:
-    """No older checkpoint can help: there is none. Either the writer finds it first, or the next step's loss."""
+    """No older checkpoint can help: there is none. The writer finds it first, or the next loss does."""
     made = job(tmp_path, "diverged", "single", steps=6, save_every=9)
     made["optimizer"] |= {"learning_rate": 1e38, "warmup_steps": 1, "clip_norm": 1e30}
     with pytest.raises(AssertionError) as raised:
