@@ -111,8 +111,9 @@ WRITE_ERRORS = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 
 def unwritten(error: OSError) -> MachineError:
     """One of WRITE_ERRORS as an error for the user."""
-    what = f"it cannot be written: {error.strerror}"
-    fix = "make room or give permission, or name another place"
+    denied = error.errno in (errno.EACCES, errno.EPERM)  # to read it, perhaps
+    what = f"it cannot be {'opened' if denied else 'written'}: {error.strerror}"
+    fix = f"{'give permission' if denied else 'make room'}, or name another place"
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 

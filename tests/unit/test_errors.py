@@ -1,5 +1,7 @@
 """What an error shows."""
 
+import errno
+import os
 import pickle
 import traceback
 from pathlib import Path
@@ -17,6 +19,7 @@ from shardwise.errors import (
     not_installed,
     printable,
     render,
+    unwritten,
     what_of,
 )
 
@@ -93,3 +96,13 @@ def test_an_error_of_what_the_models_code_calls_is(tmp_path: Path) -> None:
     shown = known(failing(tmp_path / "transformers/models/odd", "work()"), where="rank 0", fix="report it")
     assert type(shown) is ShardwiseError
     assert (shown.problems[0].where, shown.problems[0].fix) == ("rank 0", "report it")
+
+
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(errno.EACCES, "opened: Permission denied"), (errno.ENOSPC, "written: No space left")],
+)
+def test_a_file_without_permission_may_have_been_for_reading(number: int, what: str) -> None:
+    shown = unwritten(OSError(number, os.strerror(number), "there"))
+    assert shown.problems[0].what.startswith(f"it cannot be {what}")
+    assert ("make room" in shown.problems[0].fix) == (number == errno.ENOSPC)

@@ -16,6 +16,8 @@ LIKELY = {
     "prompt": ("question", "query", "input", "source", "problem", "user"),
     "output": ("completion", "answer", "response", "target", "solution", "assistant"),
     "text": ("content", "body", "document", "passage"),
+    "input": ("context",),
+    "system": ("system_prompt",),
 }
 """What files call the fields of a pair, and of plain text, the likeliest first."""
 ANY = {"prompt": "FIELD", "completion": "FIELD"}
@@ -36,10 +38,17 @@ class Columns:
         where, fields = record
         if len(self._found) < MOST_NAMES:
             self._found |= dict.fromkeys(fields)
-        there = {ours: fields[theirs] for ours, theirs in self.names.items() if theirs in fields}
-        taken = {self.names[ours] for ours in there}
+        there = self.of(fields)
+        taken = {*there.values()}
         self._used |= taken
-        return where, {name: value for name, value in fields.items() if name not in taken} | there
+        mapped = {ours: fields[theirs] for ours, theirs in there.items()}
+        # a row without one of the columns has that field of no other column
+        others = fields.keys() - taken - (self.names.keys() if there else set())
+        return where, {name: value for name, value in fields.items() if name in others} | mapped
+
+    def of(self, fields: Mapping[str, Any]) -> dict[str, str]:
+        """The names that a record has columns for; none: it is of another data set."""
+        return {ours: theirs for ours, theirs in self.names.items() if theirs in fields}
 
     def absent(self, fields: Mapping[str, Any]) -> str:
         """What to add to an error about a record: the columns that it does not have."""
@@ -69,11 +78,12 @@ def proposal(fields: Mapping[str, Any]) -> str:
     def likely(ours: str) -> str:
         return next((texts[name] for name in (ours, *LIKELY[ours]) if name in texts), "")
 
-    if "instruction" in texts and likely("output"):
-        pair = {name: texts.get(name, "") for name in ("instruction", "input")}
-        return _written({**pair, "output": likely("output")})
-    if likely("prompt") and likely("output"):
-        return _written({"prompt": likely("prompt"), "completion": likely("output")})
+    output, extra = likely("output"), {"system": likely("system")}
+    if output and ("instruction" in texts or (likely("prompt") and likely("input") in LIKELY["input"])):
+        asked = texts.get("instruction") or likely("prompt")
+        return _written({"instruction": asked, "input": likely("input"), "output": output, **extra})
+    if likely("prompt") and output:
+        return _written({"prompt": likely("prompt"), "completion": output, **extra})
     if text := likely("text"):
         return _written({"text": text})
     return "" if any(name in SAMPLE_FIELDS for name in fields) or not fields else _written(ANY)

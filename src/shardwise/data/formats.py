@@ -71,8 +71,8 @@ class UnknownFormatError(DataError):
 def detect(record: Record, given: Record | None = None, named: Iterable[str] = ()) -> Format:
     """Return the format of a record. UnknownFormatError for no known fields, DataError for ambiguous ones.
 
-    `given`: the record with the names that its file has, for messages; `named`: fields that the job names,
-    which decide where several formats fit.
+    `given`: the record with the names that its file has, for messages; `named`: fields that the job names for
+    its columns, which decide.
     """
     where, fields = record[0], {name: value for name, value in record[1].items() if value is not None}
     pair = {"prompt", "completion"} <= fields.keys()
@@ -86,8 +86,10 @@ def detect(record: Record, given: Record | None = None, named: Iterable[str] = (
         "messages": "role" in first,
         "text": isinstance(fields.get("text"), str),
     }
-    fits = [name for name, fit in signs.items() if fit]
-    fits = [name for name in fits if OWN_FIELDS[name].issuperset({*named} - SHARED_FIELDS)] or fits
+    meant = [name for name, own in OWN_FIELDS.items() if {*named} - SHARED_FIELDS <= own]
+    if len(meant) == 1:
+        return meant[0]  # whatever else the record could be: what it lacks makes it a bad sample
+    fits = [name for name, fit in signs.items() if fit and name in meant]
     if len(fits) == 1:
         return fits[0]
     own = (given or record)[1]
@@ -127,7 +129,7 @@ class Reader:
         """The samples of one source after the other."""
         for source in self.sources:
             yield self._read(source)
-        if self.key == "data.train":
+        if self.key == "data.train" and self.read != self.data.max_samples:
             self._columns.check()
         if self.bad.count == self.read + self._unread:
             self.bad.fix = self._fix_for_all()
@@ -145,7 +147,7 @@ class Reader:
         return "correct them: no sample can be used" if right else f"they look like data.format: {found}"
 
     def _detect(self, given: Record) -> Format:
-        return detect(self._columns.renamed(given), given, self._columns.names)
+        return detect(self._columns.renamed(given), given, self._columns.of(given[1]))
 
     def _records(self, source: Source) -> Iterator[Record | Text]:
         """The records of a source, and how many it could not read."""
@@ -177,11 +179,9 @@ class Reader:
                     self.bad.add(given.where, what_of(error))
                     continue
                 self._misfit = self._misfit or given
-                what = what_of(error)
-                if isinstance(error, UnknownFormatError):
-                    what += self._columns.absent(given[1])
-                    if not self.data.skip_bad:
-                        raise UnknownFormatError(what, where=given[0], fix=error.problems[0].fix) from None
+                what = what_of(error) + self._columns.absent(given[1])
+                if isinstance(error, UnknownFormatError) and not self.data.skip_bad:
+                    raise UnknownFormatError(what, where=given[0], fix=error.problems[0].fix) from None
                 self.bad.add(given[0], what)
 
 

@@ -163,7 +163,41 @@ def test_a_column_that_some_rows_have_is_right_and_one_that_none_has_an_error(js
         assert error.problems[0].what == "data.format: no sample has a field whom"
         assert error.problems[0].fix == "did you mean who? fields found: q, a, who"
     typo = failed(reader_of(json_lines(rows), format={"prompt": "q", "completion": "answer"}))
-    assert "fields found: a, q; data.format names answer, which it does not have" in render(typo)
+    assert typo.problems[0].what == "data.format: no sample has a field answer"
+    first = {**columns, "system": "whom"}
+    assert len(list(reader_of(json_lines(rows), format=first, max_samples=1))) == 1, "it may come later"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"text": "SECRET", "q": "x", "a": None},
+        {"messages": [{"role": "user", "content": "SECRET"}], "q": "x"},
+        {"q": "x", "completion": "SECRET"},
+    ],
+)
+def test_a_row_without_a_columns_value_is_bad_and_is_not_read_as_another(
+    json_lines: Any, first: dict[str, Any]
+) -> None:
+    rows, columns = [first, {"q": "x", "a": "y"}], {"prompt": "q", "completion": "a"}
+    assert "1 samples cannot be used" in render(failed(reader_of(json_lines(rows), format=columns)))
+    (sample,) = reader_of(json_lines(rows), format=columns, skip_bad=True)
+    assert "SECRET" not in str(sample)
+
+
+@pytest.mark.parametrize(
+    ("fields", "columns"),
+    [
+        ("instruction context response category", "{input: context, output: response}"),
+        ("question context answer", "{instruction: question, input: context, output: answer}"),
+        ("query response system_prompt", "{prompt: query, completion: response, system: system_prompt}"),
+    ],
+)
+def test_what_is_proposed_leaves_no_part_of_the_question_out(
+    json_lines: Any, fields: str, columns: str
+) -> None:
+    said = render(failed(reader_of(json_lines([dict.fromkeys(fields.split(), "x")]))))
+    assert said.endswith(f"data.format: {columns}")
 
 
 def test_where_all_samples_are_bad_to_leave_them_out_is_no_advice(json_lines: Any, tmp_path: Any) -> None:
