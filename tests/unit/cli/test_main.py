@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -473,3 +474,24 @@ def test_an_empty_line_does_not_end_a_batch(
     out, err = capsys.readouterr()
     assert out.splitlines() == ["one", "two"]
     assert err.count("note: an empty line is not answered") == 2
+
+
+def test_a_disk_that_is_full_leaves_nothing_in_the_way_of_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write, done = Path.write_text, list[Path]()
+
+    def full(path: Path, text: str, **options: Any) -> int:
+        done.append(path)
+        if len(done) == 2:
+            write(path, text[:9], **options)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, text, **options)
+
+    out = tmp_path / "job.yaml"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        assert main(["init", "lora", "--out", str(out)]) == 4
+    assert f"at:  {done[1]}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["init", "lora", "--out", str(out)]) == 0

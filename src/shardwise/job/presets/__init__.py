@@ -63,6 +63,13 @@ def write_new(files: dict[Path, str], out: Path) -> Iterator[Path]:
             raise JobError(f"{path} exists already", where="shardwise init", fix=fix)
     files[out.parent / SCHEMA_FILE] = schema_text()
     out.parent.mkdir(parents=True, exist_ok=True)
-    for path, content in files.items():
-        path.write_text(content, encoding="utf-8")
-        yield path
+    made = list[Path]()
+    try:
+        for path, content in files.items():
+            made += [] if path.exists() else [path]
+            path.write_text(content, encoding="utf-8")
+            yield path
+    except OSError as error:
+        for one in made:  # they would be in the way of the next try
+            one.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
