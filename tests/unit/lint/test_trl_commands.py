@@ -21,6 +21,7 @@ DEFAULTS = {
     "data.loss_on": "all",
     "train.epochs": 3,
 }
+SETS = "model_name_or_path: a/b\nlearning_rate: 1e-4\nuse_peft: true\n"
 ZERO_3 = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 3\n"
 
 CASES: dict[str, Case] = {
@@ -87,6 +88,19 @@ CASES: dict[str, Case] = {
         (),
         ("as the Trainer does",),
     ),
+    "a split without rows to evaluate on": (
+        {"c.yaml": f"{SETS}datasets:\n  - path: c/d\n    split: train[:90%]\n"},
+        {"data.train": "c/d", "data.split": "train[:90%]"},
+        (),
+        (),
+    ),
+    "a split of some data sets alone": (
+        {"c.yaml": f"{SETS}datasets:\n  - path: c/d\n    split: train\n  - path: e/f\n"},
+        {"data.train": ["c/d", "e/f"], "data.split": "train"},
+        (),
+        (),
+    ),
+    "names of data sets": ({"c.yaml": f"{SETS}datasets: [c/d]\n"}, {"model.source": "a/b"}, (), ()),
 }
 
 
