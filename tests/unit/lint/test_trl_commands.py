@@ -100,6 +100,45 @@ CASES: dict[str, Case] = {
         (),
         (),
     ),
+    "bf16 that a flag switches off": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False\n"},
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a file switches off": (
+        {"c.yaml": f"{SETS}dataset_name: c/d\nbf16: false\n"},
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a script switches off": (
+        {
+            "a.py": "from trl import SFTConfig, SFTTrainer\n"
+            "SFTTrainer('a/b', args=SFTConfig('o', bf16=False), train_dataset=load_dataset('c/d')).train()\n"
+        },
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a launcher's file of TRL's switches on again": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --accelerate_config multi_gpu\n"},
+        {"train.precision": None},
+        (),
+        (),
+    ),
+    "fp16 in its place": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --fp16\n"},
+        {"train.precision": "fp16"},
+        (),
+        (),
+    ),
+    "weights in bf16": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --dtype bfloat16\n"},
+        {"train.precision": "bf16"},
+        (),
+        (),
+    ),
     "names of data sets": ({"c.yaml": f"{SETS}datasets: [c/d]\n"}, {"model.source": "a/b"}, (), ()),
 }
 
