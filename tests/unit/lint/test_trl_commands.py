@@ -139,6 +139,14 @@ CASES: dict[str, Case] = {
         (),
         (),
     ),
+    "no length at which rows are cut": (
+        {"c.yaml": f"{SETS}dataset_name: c/d\nmax_length: null\n"},
+        {"data.sequence_length": None},
+        (
+            "to do: c.yaml:5: max_length null: then no row is cut, so that the longest one decides; write data.seq",
+        ),
+        ("sequence_length=1024",),
+    ),
     "names of data sets": ({"c.yaml": f"{SETS}datasets: [c/d]\n"}, {"model.source": "a/b"}, (), ()),
 }
 
