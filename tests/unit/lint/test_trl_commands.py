@@ -147,6 +147,21 @@ CASES: dict[str, Case] = {
         ),
         ("sequence_length=1024",),
     ),
+    "one GPU by the name of a launcher's file": (
+        {"run.sh": f"trl sft {GIVEN} --accelerate_config single_gpu\n"},
+        {"strategy": "single", "train.global_batch": 8, "train.micro_batch": 8},
+        (),
+        ("no file says how many", "to do: batch"),
+    ),
+    "no length at which a script cuts rows": (
+        {
+            "a.py": "from trl import SFTConfig, SFTTrainer\n"
+            "SFTTrainer('a/b', args=SFTConfig('o', max_length=None), train_dataset=load_dataset('c/d')).train()\n"
+        },
+        {"data.sequence_length": None},
+        ("a.py:2: max_length: its value could not be read; write data.sequence_length",),
+        ("sequence_length=1024",),
+    ),
     "names of data sets": ({"c.yaml": f"{SETS}datasets: [c/d]\n"}, {"model.source": "a/b"}, (), ()),
 }
 
