@@ -39,8 +39,8 @@ class Report:
 
     checked: Checked
     fixed: tuple[Finding, ...]
-    fit: Fit | None
-    """None where no GPUs or no model were named."""
+    fits: tuple[Fit, ...]
+    """One for each job file, else one; none where no GPUs or no model were named."""
     tiny: Tiny | None = None
     """None where no tiny run was asked for."""
     fixing: bool = False  # whether fixes were to be applied
@@ -53,6 +53,12 @@ class Report:
     @property
     def findings(self) -> tuple[Finding, ...]:
         return self.checked.findings
+
+    @property
+    def fit(self) -> Fit | None:
+        """The first that does not fit, or the first; None where there is none."""
+        ordered = sorted(self.fits, key=lambda one: one.fits)
+        return ordered[0] if ordered else None
 
     def __repr__(self) -> str:
         return self.text()
@@ -71,8 +77,9 @@ class Report:
         of_defaults = [one for one in found if one.rule in _OF_DEFAULTS and serious]
         shown = [one for one in found if one not in of_defaults]
         blocks += [block(one) for one in shown if one.severity == "error" or not errors_only]
-        parts = [part for part in (self.fit, self.tiny) if part is not None]
-        last = ["\n".join(part.lines()) for part in parts]
+        several = len(self.fits) > 1
+        last = ["\n".join(one.lines(f"fit of {one.file}" if several else "fit")) for one in self.fits]
+        last += ["\n".join(self.tiny.lines())] if self.tiny is not None else []
         rules = ", ".join(dict.fromkeys(one.rule for one in of_defaults))
         hidden = rules and not errors_only
         last += [f"not shown: {rules}, which nearly every file has; --json has them"] * bool(hidden)
@@ -100,6 +107,7 @@ class Report:
             "not_judged": unreached(setup),
             "fixed": [one.to_json() for one in self.fixed],
             "fit": None if self.fit is None else self.fit.to_json(),
+            "fits": [one.to_json() for one in self.fits],
             "tiny": None if self.tiny is None else asdict(self.tiny),
         }
 
@@ -147,21 +155,20 @@ def check(
     if fix:
         setup, fixed = fix_files(setup, paths)
     checked = run_rules(setup, broken)
-    fit = None
-    job = next((one.name for one in setup.of("job")), None)
-    if hardware and (model is not None or job) and all(one.severity == "note" for one in broken):
+    fits = list[Fit]()
+    own = [one.name for one in setup.of("job")]
+    if hardware and (model is not None or own) and all(one.severity == "note" for one in broken):
         changes = [] if sequence is None else [f"data.sequence_length={sequence}"]
         planner = partial(make_plan, making=making)
-        if job is not None:
-            fit = _fit_of_job(
-                job, [*changes, *([f"model.source={model}"] if model else [])], hardware, planner
-            )
-        elif model is not None:
-            fit = fit_of(checked.setup, model, changes, hardware, planner)
-        checked = fit.applied(checked) if fit else checked
+        if model is not None and not own:
+            fits = [fit_of(checked.setup, model, changes, hardware, planner)]
+        changes += [f"model.source={model}"] if model else []
+        fits += [_fit_of_job(job, changes, hardware, planner) for job in own]
+    for fit in fits[::-1]:
+        checked = fit.applied(checked)
     tried = run_tiny(checked.setup) if tiny else None
     checked = replace(checked, findings=(*(tried.findings() if tried else ()), *checked.findings))
-    return Report(checked=checked, fixed=fixed, fit=fit, tiny=tried, fixing=fix)
+    return Report(checked=checked, fixed=fixed, fits=tuple(fits), tiny=tried, fixing=fix)
 
 
 def _fit_of_job(
@@ -171,7 +178,7 @@ def _fit_of_job(
     try:
         job = jobs.read(file, changes, needs_data=False).job
     except JobError:
-        return Fit(unavailable=f"{file} is no job that can run")
+        return Fit(file=file, unavailable=f"{file} is no job that can run")
     return fit_of_job(job, file, hardware, planner)
 
 

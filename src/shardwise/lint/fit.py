@@ -66,15 +66,15 @@ class Fit:
         one = Finding(rule=RULE, severity=severity, file=self.file, what=what, fix=fix)
         return replace(checked, findings=(one, *checked.findings))
 
-    def lines(self) -> list[str]:
+    def lines(self, name: str = "fit") -> list[str]:
         if self.option is None:
-            return [f"fit: not known: {self.unavailable}"]
+            return [f"{name}: not known: {self.unavailable}"]
         memory, time = self.option.prediction.memory, self.option.prediction.time
         verdict = {"fits": "fits", "tight": "fits barely", "no": "does not fit"}[self.option.fit]
         host = f", {gib(memory.host_bytes)} of each host's" if memory.host_bytes else ""
         waiting = f"{time.exposed_communication_fraction:.0%} of it waiting for communication"
         return [
-            f"fit: {verdict} {self.gpus} (predicted): {in_words(self.option.strategy)}",
+            f"{name}: {verdict} {self.gpus} (predicted): {in_words(self.option.strategy)}",
             f"  memory: {gib(memory.needed_bytes)} of {gib(memory.capacity_bytes)} on the fullest GPU{host}",
             f"  speed: {time.tokens_per_second_per_gpu:,.0f} tokens/s a GPU, a step takes "
             f"{duration(time.step_seconds)}, {waiting}",
@@ -84,6 +84,7 @@ class Fit:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "file": self.file or None,
             "unavailable": self.unavailable or None,
             "option": None if self.option is None else self.option.to_json(),
             "assumed": list(self.assumed),
@@ -137,7 +138,7 @@ def fit_of_job(job: Job, file: str, hardware: Hardware, make_plan: Callable[[Job
     try:
         plan = make_plan(job, hardware)
     except (JobError, MachineError) as error:
-        return _unavailable(error)
+        return replace(_unavailable(error), file=file)
     return _planned(plan, file, _changed(plan))
 
 

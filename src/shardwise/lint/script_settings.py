@@ -347,7 +347,8 @@ class Settings:
             elif not first and self._branch and value not in (None, UNKNOWN, {}) and key not in self.marks:
                 self._maybe[key], value = value, UNKNOWN
                 self._nodes[key].append(self._node)
-            if first or (self.calls and (value is None or (key in self.marks and value != maybe))):
+            unsaid = value is None and key != ("max_length",)  # without which no row is cut
+            if first or (self.calls and (unsaid or (key in self.marks and value != maybe))):
                 continue
             if value in (None, UNKNOWN):
                 self.marks.setdefault(key, Mark(line=line))

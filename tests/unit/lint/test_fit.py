@@ -224,6 +224,25 @@ def test_a_model_that_cannot_be_looked_at_leaves_the_findings() -> None:
     assert fit.lines() == ["fit: not known: x/y is not on this machine, and the hub cannot be reached"]
 
 
+def test_each_of_several_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(job: Job, hardware: Hardware, *, making: object) -> Plan:
+        return planner(lambda _: 40.0 if job.name == "big" else 15.0)(job, hardware)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.app.check.make_plan", planned)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    for name in ("small", "big"):
+        job = f"name: {name}\nmodel: {{source: llama-2-7b}}\ndata: {{train: rows.jsonl}}\nstrategy: zero2\n"
+        Path(f"{name}.yaml").write_text(f"{job}train: {{steps: 9, global_batch: 8}}\n")
+    report = check(["small.yaml", "big.yaml"], gpus="4xRTX4090")
+    assert [(one.file, one.fits) for one in report.fits] == [("small.yaml", True), ("big.yaml", False)]
+    assert [one.file for one in report.findings if one.rule == "does-not-fit"] == ["big.yaml"]
+    assert "fit of small.yaml: fits 4 x" in report.text()
+    assert "fit of big.yaml: does not fit 4 x" in report.text()
+    assert report.failed
+    assert report.to_json()["fit"]["file"] == "big.yaml"
+
+
 @pytest.mark.parametrize(("needed", "fix"), [(40.0, "LoRA of rank 16 instead of all weights"), (15.0, "")])
 def test_a_job_of_shardwises_own(
     needed: float, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

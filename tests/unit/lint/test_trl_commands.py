@@ -21,6 +21,7 @@ DEFAULTS = {
     "data.loss_on": "all",
     "train.epochs": 3,
 }
+SETS = "model_name_or_path: a/b\nlearning_rate: 1e-4\nuse_peft: true\n"
 ZERO_3 = "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 3\n"
 
 CASES: dict[str, Case] = {
@@ -87,6 +88,81 @@ CASES: dict[str, Case] = {
         (),
         ("as the Trainer does",),
     ),
+    "a split without rows to evaluate on": (
+        {"c.yaml": f"{SETS}datasets:\n  - path: c/d\n    split: train[:90%]\n"},
+        {"data.train": "c/d", "data.split": "train[:90%]"},
+        (),
+        (),
+    ),
+    "a split of some data sets alone": (
+        {"c.yaml": f"{SETS}datasets:\n  - path: c/d\n    split: train\n  - path: e/f\n"},
+        {"data.train": ["c/d", "e/f"], "data.split": "train"},
+        (),
+        (),
+    ),
+    "bf16 that a flag switches off": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False\n"},
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a file switches off": (
+        {"c.yaml": f"{SETS}dataset_name: c/d\nbf16: false\n"},
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a script switches off": (
+        {
+            "a.py": "from trl import SFTConfig, SFTTrainer\n"
+            "SFTTrainer('a/b', args=SFTConfig('o', bf16=False), train_dataset=load_dataset('c/d')).train()\n"
+        },
+        {"train.precision": "fp32"},
+        (),
+        ("train.precision bf16",),
+    ),
+    "bf16 that a launcher's file of TRL's switches on again": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --accelerate_config multi_gpu\n"},
+        {"train.precision": None},
+        (),
+        (),
+    ),
+    "fp16 in its place": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --fp16\n"},
+        {"train.precision": "fp16"},
+        (),
+        (),
+    ),
+    "weights in bf16": (
+        {"run.sh": f"trl sft {GIVEN} --bf16 False --dtype bfloat16\n"},
+        {"train.precision": "bf16"},
+        (),
+        (),
+    ),
+    "no length at which rows are cut": (
+        {"c.yaml": f"{SETS}dataset_name: c/d\nmax_length: null\n"},
+        {"data.sequence_length": None},
+        (
+            "to do: c.yaml:5: max_length null: then no row is cut, so that the longest one decides; write data.seq",
+        ),
+        ("sequence_length=1024",),
+    ),
+    "one GPU by the name of a launcher's file": (
+        {"run.sh": f"trl sft {GIVEN} --accelerate_config single_gpu\n"},
+        {"strategy": "single", "train.global_batch": 8, "train.micro_batch": 8},
+        (),
+        ("no file says how many", "to do: batch"),
+    ),
+    "no length at which a script cuts rows": (
+        {
+            "a.py": "from trl import SFTConfig, SFTTrainer\n"
+            "SFTTrainer('a/b', args=SFTConfig('o', max_length=None), train_dataset=load_dataset('c/d')).train()\n"
+        },
+        {"data.sequence_length": None},
+        ("a.py:2: max_length: its value could not be read; write data.sequence_length",),
+        ("sequence_length=1024",),
+    ),
+    "names of data sets": ({"c.yaml": f"{SETS}datasets: [c/d]\n"}, {"model.source": "a/b"}, (), ()),
 }
 
 

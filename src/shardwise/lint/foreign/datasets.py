@@ -33,7 +33,8 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
     for name in _LISTS:
         rows = values.get(name)
         if isinstance(rows, list) and rows and all(isinstance(row, Mapping) for row in rows):
-            values[name] = [_as_one([_without_roles(row) for row in rows])]
+            split = {"split": "train"} if any("split" in row for row in rows) else {}  # by default
+            values[name] = [_as_one([split | _without_roles(row) for row in rows])]
             if values[name][0].get("type") == "alpaca":  # which has a text of its own
                 values.pop("chat_template", None)
     _with_one_split(values, f"{document.name}:{document.line(('test_datasets',))}", said)
@@ -62,9 +63,10 @@ def with_datasets(document: Document, said: list[str], *, swift: bool) -> list[D
 
 def _with_one_split(values: dict[str, Any], place: str, said: list[str]) -> None:
     """Take away Axolotl's rows to evaluate on where they are another split: a job has one for all data."""
-    train, test = (one[0] if isinstance(one := values.get(name), list) and one else {} for name in _LISTS)
-    if isinstance(test, dict) and test.get("split", "train") != train.get("split", "train"):
-        rows, split = test.pop("path", ""), test.pop("split")
+    firsts = (one[0] if isinstance(one := values.get(name), list) and one else None for name in _LISTS)
+    train, test = (one if isinstance(one, dict) else {} for one in firsts)
+    if test and (split := test.get("split", "train")) != train.get("split", "train"):
+        rows, _ = test.pop("path", ""), test.pop("split", None)
         said.append(
             f"to do: {place}: {rows}, split {split}: a job has one split for all data; write data.eval"
         )

@@ -14,7 +14,7 @@ from shardwise.lint.setup import Setup, of_script
 _TARGETS = "model.lora.targets"
 _KINDS = ("finetuning_type", "train_type", "tuner_type", "sft_type")
 _PRECISION = re.compile(r"autocast|\bamp\b|float16|\.half\(|bf16|fp16|mixed_precision|Accelerator|deepspeed")
-_IDLE = re.compile(r"args\.(bf16|fp16)\b|\b(bf16|fp16)\w* ?= ?False")  # of a precision, in a script
+_IDLE = re.compile(r"args\.(bf16|fp16)\b|\b(bf16|fp16)\w*['\"]?[ =:]+(?i:false)\b")  # of a precision
 _SEVERAL = re.compile(r"Parallel|distributed|Accelerator|deepspeed|fully_shard|Fabric|colossalai")
 _SFT = {"max_seq_length", "packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field"}
 _OLD_TRL = re.compile(r"DataCollatorForCompletionOnlyLM|ConstantLengthDataset|max_seq_length")  # until 0.19
@@ -88,11 +88,15 @@ def defaults(given: set[str], documents: Sequence[Document], model: str, said: l
 def _without_halves(documents: Sequence[Document], tools: Sequence[str]) -> bool:
     """Whether nothing may ask the Trainer, or what starts it, for bf16 or fp16, which are off by default."""
     scripts = [one for one in documents if one.syntax == "python"]
-    others = {"sft_config", "sft_yaml", "unsloth", "factory", "deepspeed"} & {*tools}  # of other defaults
-    others |= {one.name for one in documents if one.kind != "training" or one.get("launcher") == "accelerate"}
+    off = any(one.get("bf16") is False for one in documents)  # whatever TRL does by default
+    others = {"unsloth", "factory", "deepspeed", *["sft_config", "sft_yaml"] * (not off)} & {*tools}
+    files = ("accelerate_config", "config_file")  # which may ask for bf16 again: TRL's own do
+    launched = any(one.get("launcher") == "accelerate" for one in documents)
+    launched = any(one.has(key) for one in documents for key in files) if off else launched
+    known = (off or bool(scripts)) and not launched and all(one.kind == "training" for one in documents)
     filled = any("HfArgumentParser" in one.text for one in scripts) and len(scripts) == len(documents)
     texts = (_IDLE.sub("", one.text) for one in documents)
-    return bool(scripts) and not (others or filled or any(map(_PRECISION.search, texts)))
+    return known and not (others or filled or any(map(_PRECISION.search, texts)))
 
 
 def with_peft(documents: Sequence[Document]) -> bool:

@@ -199,11 +199,11 @@ def as_folder(one: Statement, outputs: Sequence[Any]) -> Statement:
 
 def changes(stated: Sequence[Statement]) -> list[str]:
     """`key=value` for each statement but the batch's; a key of its own says more than a word."""
+    stated = [one for one in stated if not one.key.startswith("batch.")]
     words = [f"{one.key}={one.value}" for one in stated if one.word]
     if len({one for one in words if "variants" in one}) == 2:
         words.append("model.lora.variants=[dora, rslora]")
-    keys = [one for one in stated if not one.word and not one.key.startswith("batch.")]
-    return [*words, *(f"{one.key}={one.value}" for one in keys)]
+    return [*words, *(f"{one.key}={one.value}" for one in stated if not one.word)]
 
 
 def conflicts(stated: Sequence[Statement]) -> Iterator[str]:

@@ -159,7 +159,9 @@ def _unknown(key: Key) -> str:
 
 
 def _first_value(document: Document, place: Key) -> str:
-    """` (EPOCHS = 3)` where a script's line names a constant that another line may change."""
+    """` (EPOCHS = 3)` where a script's line names a constant that another line may change, or ` null`."""
+    if document.syntax != "python" and document.has(*place) and document.get(*place) is None:
+        return " null"
     rows, at = document.text.splitlines() if document.syntax == "python" else [], document.line(place)
     name = re.search(r"=\s*([A-Z][A-Z_]+)\b", "".join(rows[at - 1 : at]))  # none where a module has it
     found = name and re.search(rf"^{name[1]} = [\w.+/* -]+?(?=\s*(#|$))", document.text, re.MULTILINE)
