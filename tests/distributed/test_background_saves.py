@@ -37,17 +37,15 @@ def test_it_makes_no_difference_who_writes(
 
 
 def test_weights_that_diverged_before_their_first_checkpoint_are_no_damage(tmp_path: Path) -> None:
-    """No older checkpoint can help: there is none. The writer finds it first, or the next loss does."""
-    made = job(tmp_path, "diverged", "single", steps=6, save_every=9)
+    """No older checkpoint can help: there is none. Steps are long, so that the writer finds it first."""
+    made = job(tmp_path, "diverged", "single", steps=6, save_every=9, global_batch=96)
     made["optimizer"] |= {"learning_rate": 1e38, "warmup_steps": 1, "clip_norm": 1e30}
     with pytest.raises(AssertionError) as raised:
         run_all([Run(made)], processes=1, folder=tmp_path / "set")
     assert "DivergedError" in str(raised.value)
-    writer, loss = "weight has a value that is not finite", "weight is not finite"
-    assert (writer in str(raised.value)) != (loss in str(raised.value))
+    assert "weight has a value that is not finite" in str(raised.value)
     assert "resume from an older checkpoint" not in str(raised.value)
-    if writer in str(raised.value):
-        assert not list((tmp_path / "runs/diverged/checkpoints").iterdir())
+    assert not list((tmp_path / "runs/diverged/checkpoints").iterdir())
 
 
 def contents(run: Path) -> dict[str, bytes]:

@@ -101,8 +101,7 @@ def test_four_ranks_set_each_card_once_a_level_and_count_energy_once(
     used, (first, last) = read_used(fakes.run), json.loads((tmp_path / "counters.json").read_text())
     assert used is not None
     print(f"energy by the run's meter and by the cards: {used.joules:.0f} and {last - first:.0f} J")
-    # The cards' counters are read a moment before and after the run's: on a busy machine, seconds apart.
-    assert used.joules == pytest.approx(last - first, rel=0.05), "once, not once for each of four ranks"
+    assert used.joules == pytest.approx(last - first, rel=0.01)
     steps = steps_of(fakes.run)
     assert sum(step["joules"] or 0.0 for step in steps) <= used.joules * 1.001
     assert len(fakes.events("choice")) == 1, "the search has ended"

@@ -57,8 +57,7 @@ class Report:
     @property
     def fit(self) -> Fit | None:
         """The first that does not fit, or the first; None where there is none."""
-        ordered = sorted(self.fits, key=lambda one: one.fits)
-        return ordered[0] if ordered else None
+        return min(self.fits, key=lambda one: one.fits, default=None)
 
     def __repr__(self) -> str:
         return self.text()

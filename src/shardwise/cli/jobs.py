@@ -52,7 +52,7 @@ def init(
         if preset not in presets.names():
             what = f"there is no preset {preset!r}"
             raise JobError(what, where="shardwise init", fix=presets.suggestion(preset))
-        for path in presets.write(preset, out, qlora=qlora):
+        for path in [*presets.write(preset, out, qlora=qlora)]:  # all of them, or none
             print(f"wrote {path}")
         print(f"next: shardwise train {shlex.quote(str(out))}")
 

@@ -78,12 +78,12 @@ def proposal(fields: Mapping[str, Any]) -> str:
     def likely(ours: str) -> str:
         return next((texts[name] for name in (ours, *LIKELY[ours]) if name in texts), "")
 
+    asked, context = texts.get("instruction") or likely("prompt"), likely("input")
     output, extra = likely("output"), {"system": likely("system")}
-    if output and ("instruction" in texts or (likely("prompt") and likely("input") in LIKELY["input"])):
-        asked = texts.get("instruction") or likely("prompt")
-        return _written({"instruction": asked, "input": likely("input"), "output": output, **extra})
-    if likely("prompt") and output:
-        return _written({"prompt": likely("prompt"), "completion": output, **extra})
+    if asked and output and ("instruction" in texts or context not in ("", asked)):
+        return _written({"instruction": asked, "input": context, "output": output, **extra})
+    if asked and output:
+        return _written({"prompt": asked, "completion": output, **extra})
     if text := likely("text"):
         return _written({"text": text})
     return "" if any(name in SAMPLE_FIELDS for name in fields) or not fields else _written(ANY)

@@ -27,7 +27,7 @@ class Flow:
         while above := self._above.get(node):
             if isinstance(above, ast.If | ast.IfExp) and node is not above.test:
                 taken = self._value_of(above.test)
-                if self._above.get(above) in self._imported and ast.unparse(above.test) in _IS_MAIN:
+                if self._above.get(above) in self._imported and _is_main(above):
                     taken = False
                 inside = node is above.body if isinstance(above, ast.IfExp) else node in above.body
                 if taken != UNKNOWN and bool(taken) is not inside:
@@ -41,11 +41,7 @@ class Flow:
         while (above := self._above.get(node)) and not isinstance(above, SCOPES):
             if isinstance(above, ast.For | ast.While):
                 return True
-            if (
-                isinstance(above, ast.If)
-                and node is not above.test
-                and ast.unparse(above.test) not in _IS_MAIN
-            ):
+            if isinstance(above, ast.If) and node is not above.test and not _is_main(above):
                 maybe = maybe or self._value_of(above.test) == UNKNOWN
             node = above
         return not maybe
@@ -58,8 +54,7 @@ class Flow:
     def taken(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """The conditions above a node, and whether it is in the branch where they hold."""
         while above := self._above.get(node):
-            main = isinstance(above, ast.If) and ast.unparse(above.test) in _IS_MAIN
-            if isinstance(above, ast.If) and node is not above.test and not main:
+            if isinstance(above, ast.If) and node is not above.test and not _is_main(above):
                 yield above.test, node in above.body
             node = above
 
@@ -100,8 +95,7 @@ class Flow:
         """
         above = self._above.get(statement)
         while isinstance(above, ast.With | ast.Try) or (
-            isinstance(above, ast.If)
-            and (ast.unparse(above.test) in _IS_MAIN or (taken and self._taken(above.test)))
+            isinstance(above, ast.If) and (_is_main(above) or (taken and self._taken(above.test)))
         ):
             above = self._above.get(above)
         return above
@@ -113,3 +107,7 @@ class Flow:
         while not isinstance(node, ast.stmt) and node in self._above:  # a value of the command is in no line
             node = self._above[node]
         return node
+
+
+def _is_main(branch: ast.If | ast.IfExp) -> bool:
+    return ast.unparse(branch.test) in _IS_MAIN

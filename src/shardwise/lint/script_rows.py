@@ -18,7 +18,6 @@ _MOST_CALLED = 40  # functions that are read with one
 _LONGEST = 90  # characters of a text that are shown
 _FIELD = re.compile(r"(?<![.\w])\w+\['(\w+)'\](?! =)")  # `row['question']`
 _CHATS = {"messages", "conversations", "text"}  # fields of rows that need no change
-_FILLS = re.compile(r"(^|\.)(where|masked_fill_?)$")
 _LENGTH = re.compile("(?i)len|block|seq")  # in names of settings
 _EMPTY = re.compile(r"empty|['\"]meta['\"]")  # make a model without weights
 _CONFIG = re.compile(r"Config\.from_pretrained$")

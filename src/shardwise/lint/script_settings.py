@@ -27,7 +27,9 @@ _INITIALIZE = ("args", "model", "optimizer", "model_parameters", "training_data"
 _KEYS = {"r": LORA, "model": "model_name_or_path"}  # of LoraConfig and TRL's trainers
 _COPIES = ("copy", "deepcopy", "replace")
 _OWN = ("TrainingArguments", "SFTConfig")
-_CALLS, _ARGUMENTS = frozenset(names("calls")), (*names("trainers_arguments"), *names("trl_arguments"))
+_CALLS = frozenset(names("calls"))
+ARGUMENT_CLASSES = (*names("trainers_arguments"), *names("trl_arguments"))
+"""Of the Trainer's arguments, and of TRL's."""
 _PART = {"DataLoader": "dataset", "load_dataset": "split"}
 _DDP = "DistributedDataParallel()"
 _SHARDED = ("FullyShardedDataParallel()", "fully_shard()")
@@ -73,7 +75,8 @@ class Settings:
         self.rows.learn = bool(self._inputs.others or LEARNS.search(text) or "Trainer(" in text)
         own = {one.name for one in nodes if isinstance(one, ast.ClassDef)}
         # a job is of no other method of TRL's than SFT
-        self._arguments_of = _CALLS | (set() if calls else {*_ARGUMENTS, *derived_of(program, _ARGUMENTS)})
+        trainers = {*ARGUMENT_CLASSES, *derived_of(program, ARGUMENT_CLASSES)} if not calls else set[str]()
+        self._arguments_of = _CALLS | trainers
         froms = [one for one in nodes if isinstance(one, ast.ImportFrom)]
         froms = [one for one in froms if one.level or str(one.module).partition(".")[0] not in _LIBRARIES]
         self._theirs = {alias.name for one in froms for alias in one.names}  # which a file makes

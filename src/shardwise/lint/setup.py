@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from shardwise.lint.document import Document, Kind
-from shardwise.lint.schema import as_number, deepspeed_schema, names
-from shardwise.lint.script_settings import LORA
+from shardwise.lint.schema import as_number, deepspeed_schema
+from shardwise.lint.script_settings import ARGUMENT_CLASSES, LORA
 from shardwise.lint.shell_text import OPEN
 
 Reader = Literal["trainer", "accelerate", "deepspeed"]
@@ -18,7 +18,6 @@ READER_NAMES: dict[Reader, str] = {"trainer": "the Hugging Face Trainer", "accel
 READER_NAMES["deepspeed"] = "DeepSpeed itself"
 READERS = tuple(READER_NAMES)
 MOST = 2**31  # upper limit of a model's hidden size and number of heads
-_ARGUMENTS = (*names("trainers_arguments"), *names("trl_arguments"))
 _HEADS = ("num_key_value_heads", "num_attention_heads", "n_head", "num_heads")
 _LIBRARIES = ("transformers", "trl", "unsloth", "sentence_transformers", "setfit", "optimum")
 _LIGHTNING = re.compile(r"^\s*(import|from) (pytorch_)?lightning\b", re.MULTILINE)
@@ -191,7 +190,7 @@ def of_script(document: Document) -> Reader | None:
     last = {name.rpartition(".")[2] for name in document.uses}
     if {"deepspeed.initialize", "deepspeed.add_config_arguments"} & document.uses:
         return "deepspeed"
-    if _trainers(document) or last & {*_ARGUMENTS}:
+    if _trainers(document) or last & {*ARGUMENT_CLASSES}:
         return "trainer"
     if _LIGHTNING.search(document.text):
         return "deepspeed"  # Lightning's Trainer gives the file to DeepSpeed as it is
@@ -211,7 +210,8 @@ def _gives_file_itself(documents: tuple[Document, ...]) -> bool:
     given = [one for one in documents if "deepspeed_config" in one.flags]
     flags = [one for one in given if one.get("deepspeed") in (None, True)]
     uses = {name.rpartition(".")[2] for one in documents for name in one.uses}
-    return bool(flags) and not uses & {f"{one}({word})" for one in _ARGUMENTS for word in ("deepspeed", "**")}
+    given_file = {f"{one}({word})" for one in ARGUMENT_CLASSES for word in ("deepspeed", "**")}
+    return bool(flags) and not uses & given_file
 
 
 def _of_flags(document: Document, *, seen: bool) -> Reader | None:

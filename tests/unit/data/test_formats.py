@@ -190,6 +190,8 @@ def test_a_row_without_a_columns_value_is_bad_and_is_not_read_as_another(
     [
         ("instruction context response category", "{input: context, output: response}"),
         ("question context answer", "{instruction: question, input: context, output: answer}"),
+        ("Question Context Answer", "{instruction: Question, input: Context, output: Answer}"),
+        ("question input answer", "{instruction: question, output: answer}"),
         ("query response system_prompt", "{prompt: query, completion: response, system: system_prompt}"),
     ],
 )

@@ -9,16 +9,16 @@ from typing import Any
 
 from shardwise.job.source import drop
 from shardwise.lint.document import AUTO, Document, Mark
-from shardwise.lint.rules.training import ARGUMENTS, calls, known_values, tree_of
+from shardwise.lint.rules.training import calls, known_values, tree_of
 from shardwise.lint.script_names import Said, changes_by, path_of
 from shardwise.lint.script_run import as_run
-from shardwise.lint.script_settings import CONFIGURATIONS, open_value
+from shardwise.lint.script_settings import ARGUMENT_CLASSES, CONFIGURATIONS, open_value
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 
 _LOADS = re.compile("load|to_container")
-_READERS = ("initialize", "HfDeepSpeedConfig", "DeepSpeedPlugin", "DeepSpeedStrategy", *ARGUMENTS)
+_READERS = ("initialize", "HfDeepSpeedConfig", "DeepSpeedPlugin", "DeepSpeedStrategy", *ARGUMENT_CLASSES)
 
 
 def with_what_scripts_set(setup: Setup) -> Setup:

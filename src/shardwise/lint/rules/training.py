@@ -17,6 +17,7 @@ from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
 from shardwise.lint.script_inputs import Inputs, name_of
 from shardwise.lint.script_names import derived_of, name_as_imported, nested
+from shardwise.lint.script_settings import ARGUMENT_CLASSES
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -29,7 +30,6 @@ _TRAINER_KEYS, _PLUGIN_KEYS = (
 """What the Trainer compares, and its default if the script gives no value; the same of Accelerate's file."""
 DEFAULTS = {"logging_steps": 500, "save_steps": 500, "save_strategy": "steps", "eval_strategy": "no"}
 PLAIN, _OF_TRL = names("trainers_arguments"), names("changed_by_trl")
-ARGUMENTS = (*PLAIN, *names("trl_arguments"))
 
 _OF_FRAMEWORKS = {"base_model", "finetuning_type", "cutoff_len"}
 WORDS: dict[str, str] = table("words_of_the_trainer")
@@ -259,8 +259,8 @@ def _called_for_arguments(document: Document) -> tuple[str, str]:
 
     Empty where arguments are handed on that no call shows.
     """
-    own = derived_of(tree_of(document), ARGUMENTS)
-    for call in calls(document, *ARGUMENTS, *own):
+    own = derived_of(tree_of(document), ARGUMENT_CLASSES)
+    for call in calls(document, *ARGUMENT_CLASSES, *own):
         name, by = ast.unparse(call.func), name_of(call.func).rpartition(".")[2]
         if by in own or name in document.uses:
             given = any(one.arg is None for one in call.keywords) or f"{name}(**)" in document.uses
@@ -316,8 +316,8 @@ def given_to_trainers(
     """What calls, commands and files give the Trainer, and lines; `every`: whoever reads, with defaults."""
     groups = list[tuple[dict[Any, Any], int | None]]()
     values = known_values(document, setup) if every else values_of(document)
-    mine = derived_of(tree_of(document), ARGUMENTS)
-    for call in calls(document, *ARGUMENTS, *mine):
+    mine = derived_of(tree_of(document), ARGUMENT_CLASSES)
+    for call in calls(document, *ARGUMENT_CLASSES, *mine):
         given = nested(values.arguments(call))
         if (called := ast.unparse(call.func)) in document.uses or called in mine:
             own = {} if called.endswith("TrainingArguments") else {"logging_steps": None}
