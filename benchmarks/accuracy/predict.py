@@ -27,6 +27,7 @@ from rows import SETS, Row, load_rows
 from shardwise.hardware.calibration import host_pace
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
+from shardwise.kernels.target import HOPPER
 from shardwise.objective import objective_of
 from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
@@ -97,6 +98,7 @@ def predict(
     trace = _trace(
         *tracer,
         row.precision,
+        row.attention,
         micro_batch=row.micro_batch,
         checkpoint_every=strategy.checkpoint_every,
         tensor_parallel=strategy.tensor_parallel,
@@ -118,6 +120,7 @@ def _tracer(
     quantization: str,
     sequence_length: int,
     precision: str,
+    attention: str,
 ) -> Tracer:
     row = Row(
         model=model,
@@ -131,7 +134,11 @@ def _tracer(
     job = row.job(source=model, text="text.txt", output="runs")
     with kernels_of(earlier):
         return Tracer(
-            job.model, precision=precision, sequence_length=sequence_length, objective=objective_of(job)
+            job.model,
+            precision=precision,
+            sequence_length=sequence_length,
+            objective=objective_of(job),
+            target=replace(HOPPER, flash4=attention == "flash4"),
         )
 
 

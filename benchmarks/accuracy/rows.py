@@ -45,6 +45,8 @@ class Row:
     quantization: str = "none"
     """Format of the base below adapters: `int8` or `nf4`."""
     precision: str = "bf16"
+    attention: str = ""
+    """`flash4`: the package flash-attn-4 is installed."""
     memory_cap_gib: float = 0.0
     """Limit of the process's GPU memory; 0: none."""
     set: str = "fit"
@@ -66,6 +68,7 @@ class Row:
         parts += [self.quantization] if self.quantization != "none" else []
         parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += [self.precision] if self.precision != "bf16" else []
+        parts += [self.attention] if self.attention else []
         parts += [f"cap{self.memory_cap_gib:g}"] if self.memory_cap_gib else []
         return ".".join(parts)
 

@@ -16,7 +16,7 @@ import torch
 
 PACKAGES = (
     "torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "deepspeed",
-    "unsloth", "llamafactory", "xformers", "bitsandbytes",
+    "unsloth", "llamafactory", "xformers", "bitsandbytes", "flash-attn-4",
 )  # fmt: skip
 
 

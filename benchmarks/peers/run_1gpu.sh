@@ -2,7 +2,8 @@
 # One GPU: LoRA rank 16 on all linears of a Llama-3.1-8B shape, rows of 4096 packed tokens, bf16.
 #   run_1gpu.sh TEXT...        results in $OUT, or results/ next to this script
 # Unsloth and LLaMA-Factory need other packages than shardwise: $UNSLOTH and $LLAMAFACTORY name folders of theirs
-# (pip install --target). Without them, their rows are left out. NF4=1 measures NF4 under a cap of 24 GiB instead.
+# (pip install --target), and $FLASH4 one of flash-attn-4, with which ours is measured once more. Without them, their
+# rows are left out. NF4=1 measures NF4 under a cap of 24 GiB instead.
 # LONG=1 lets the two fastest run longer: shardwise records kinds of micro-batches, most of them in the first steps.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -14,7 +15,10 @@ weights=${UNSLOTH:+--weights}${LLAMAFACTORY:+--weights}
   "$python" "$here/make_assets.py" --shape llama-3.1-8b --out "$assets" ${weights:+--weights} "$@" || exit 1
 
 unsloth() { [ -z "${UNSLOTH:-}" ] || site=$UNSLOTH row 180 unsloth_sft.py --assets "$assets" $steps "$@"; }
-ours() { row 150 shardwise_run.py --assets "$assets" --lora 16 $steps "$@"; }
+ours() {
+  row 150 shardwise_run.py --assets "$assets" --lora 16 $steps "$@"
+  [ -z "${FLASH4:-}" ] || site=$FLASH4 row 150 shardwise_run.py --assets "$assets" --lora 16 $steps "$@"
+}
 steps="--steps 40 --warmup 20"
 
 if [ -n "${NF4:-}" ]; then

@@ -25,6 +25,7 @@ import yaml
 from common import emit, row
 
 from shardwise.job.schema import Job
+from shardwise.kernels.flash4 import installed
 from shardwise.launch.spec import LaunchSpec
 
 LAUNCH = """
@@ -129,6 +130,7 @@ def main() -> None:
     name = f"shardwise {arguments.strategy}{f' lora{arguments.lora}' if arguments.lora else ''}"
     name += " nf4" if arguments.nf4 else ""
     name += f" checkpointing {arguments.checkpointing}" if arguments.checkpointing != "none" else ""
+    name += " flash4" if installed() else ""
     emit(
         row(
             name,

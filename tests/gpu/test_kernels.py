@@ -10,6 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.data.batch import IGNORED, MicroBatch
+from shardwise.kernels import flash4
 from shardwise.kernels import linear_cross_entropy as lce
 from shardwise.kernels.attention import varlen_attention
 from shardwise.kernels.fused import apply_fused_kernels
@@ -75,11 +76,16 @@ def test_the_full_logits_never_exist():
     assert torch.cuda.max_memory_allocated() - before < 0.6 * GIB
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["torch", "flash4"])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("window", [None, 64])
-def test_varlen_attention(head_size, key_heads, window):
-    segments = [200, 1, 333, 64]
+def test_varlen_attention(kernel, head_size, key_heads, window, request):
+    """Borders of recorded passes end with empty segments."""
+    if kernel == "flash4":
+        request.getfixturevalue("flash_attention_4")
+        assert flash4.serves(DEVICE, 128), "for a Hopper GPU"
+    segments = [200, 1, 333, 64, 0, 0]
     borders = torch.tensor([0, *torch.tensor(segments).cumsum(0)], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, sum(segments), head_size) for heads in (8, key_heads, key_heads)]

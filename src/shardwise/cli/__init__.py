@@ -27,7 +27,7 @@ from shardwise.cli.emit import emit
 from shardwise.cli.jobs import config, init
 from shardwise.cli.models import export
 from shardwise.cli.monitor import monitor
-from shardwise.cli.options import write_no_more
+from shardwise.cli.options import unread, write_no_more
 from shardwise.cli.plan import plan
 from shardwise.cli.power import power
 from shardwise.cli.report import report
@@ -100,17 +100,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):  # some versions of typer end with 130 themselves
         return INTERRUPTED
     except (BrokenPipeError, SystemExit) as error:  # some versions of typer end with 1 themselves
-        if BrokenPipeError not in (type(error), type(error.__context__)):
+        broken = error if isinstance(error, BrokenPipeError) else error.__context__
+        if not isinstance(broken, BrokenPipeError):
             raise
+        if not unread():  # a pipe of the verb's own
+            return _reported(broken, debug=debug)
         write_no_more()
         return 0
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        shown = _shown(error)
-        print(render(shown), file=sys.stderr)
-        return shown.exit_code
+        return _reported(error, debug=debug)
     return int(code or 0)
+
+
+def _reported(error: Exception, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    shown = _shown(error)
+    print(render(shown), file=sys.stderr)
+    return shown.exit_code
 
 
 def run() -> NoReturn:

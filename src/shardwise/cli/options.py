@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -48,6 +49,15 @@ def write_text(path: Path, text: str, flag: str, ours: str | None = None) -> Non
                     what = f"{path} is there, and is no earlier result of this command"
                     raise JobError(what, where=flag, fix="name another file, or remove it first")
         path.write_text(text, encoding="utf-8")
+
+
+def unread() -> bool:
+    """Whether nobody reads stdout or stderr any more: `head` has seen enough, say."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # it is no file
+            poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def write_no_more() -> None:

@@ -141,7 +141,8 @@ def _kernel(name: str, title: str, answer: Answer) -> Check:
         return Check(title, "skipped", "for GPUs only", facts=facts)
     side = "on the GPU" if facts["device"] == "cuda" else "the CPU's side"
     if error <= facts["bound"]:  # false if it is not a number
-        return Check(title, "ok", f"{side}, right to {error:.0e}", facts=facts)
+        by = f", by {facts['kernel']}" if facts.get("kernel") else ""
+        return Check(title, "ok", f"{side}, right to {error:.0e}{by}", facts=facts)
     finding = f"{side}: {error:.1e} off float64, more than {facts['bound']:.0e}"
     return Check(title, "problem", finding, fix, facts)
 

@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.kernels import flash4
 from shardwise.kernels.target import HOPPER, capability, on_gpu
 
 
-def single_segments_are_faster(device: torch.device) -> bool:
-    """Whether rows of a single segment have a faster kernel: cuDNN's, on Hopper (compute capability 9)."""
-    return capability(device)[0] == HOPPER.capability[0]
+def single_segments_are_faster(device: torch.device, head: int) -> bool:
+    """Whether rows of a single segment have a faster kernel: cuDNN's, on Hopper (compute capability 9).
+
+    Flash attention 4 is as fast, and takes all rows in one call. `head`: the size of one.
+    """
+    return capability(device)[0] == HOPPER.capability[0] and not flash4.serves(device, head)
 
 
 def block_causal_mask(rows: torch.Size, cu_seqlens: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
@@ -92,6 +96,9 @@ def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None,
     window: tuple[int, int],
 ) -> Tensor:  # fmt: skip
+    if flash4.serves(q.device, q.shape[-1]):
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return flash4.flash4_attention(q, k, v, cu_seqlens, longest, scale, window)[0]
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": window}

@@ -19,6 +19,8 @@ class Target:
     capability: tuple[int, int]
     """CUDA compute capability."""
     multiprocessors: int
+    flash4: bool = False
+    """Whether flash attention 4 is installed, for packed rows (`kernels.flash4`)."""
 
 
 HOPPER = Target(capability=(9, 0), multiprocessors=MULTIPROCESSORS)

@@ -119,6 +119,8 @@ class Attention:
     """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
     windowed: bool = False
     """Some layers see no further back than a sliding window."""
+    head: int = 0
+    """Size of a head, where packing is `varlen`."""
 
 
 def attention_of(config: Config) -> Attention:
@@ -131,7 +133,8 @@ def attention_of(config: Config) -> Attention:
                 # Mistral and others look at nothing else, whatever their layers are called
                 local = "local" in (getattr(config, "attention_layers", None) or ())
                 windowed = bool(getattr(config, "sliding_window", None)) or local
-                return Attention(packing="varlen", implementation=VARLEN, windowed=windowed)
+                head = _head(config)
+                return Attention(packing="varlen", implementation=VARLEN, windowed=windowed, head=head)
         elif packing != "mask" or not alibi:
             return Attention(packing=packing, implementation=plain)
     return Attention(packing="rows", implementation=plain)
@@ -147,8 +150,11 @@ def attention_for(config: Config) -> str | None:
 
 def _kernel_takes(config: Config) -> bool:
     """Whether flash attention has a kernel for the size of a head."""
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return bool(size % 8 == 0 and size <= 256)
+    return _head(config) % 8 == 0 and _head(config) <= 256
+
+
+def _head(config: Config) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def logits_after(config: Config) -> tuple[float, float | None]:

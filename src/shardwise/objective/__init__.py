@@ -39,6 +39,10 @@ class Objective(nn.Module):
         """
         raise NotImplementedError
 
+    def separates(self, device: torch.device) -> bool:  # noqa: ARG002 - for objectives that know better
+        """Whether rows of a single segment are computed otherwise than packed rows on `device`."""
+        return True
+
     def tokens_shape(self, batch: Any) -> torch.Size:
         """Shape of the token ids as the model gets them; its hidden states have one dimension more."""
         shape: torch.Size = batch.input_ids.shape

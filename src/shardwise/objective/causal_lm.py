@@ -50,7 +50,7 @@ class CausalLM(Objective):
             what = f"packing would let samples of {model.config.model_type!r} models attend to each other"
             raise JobError(what, where="data.packing", fix="set data.packing: false")
         self.packing = chosen.packing
-        self.windowed = chosen.windowed
+        self._attention = chosen
         if chosen.packing == "varlen":
             route(model)
         if chosen.implementation not in (None, model.config._attn_implementation):
@@ -85,6 +85,12 @@ class CausalLM(Objective):
             kept = _in_samples(batch).view_as(inputs["input_ids"])
             loss = loss + (labels != IGNORED).sum() * self.router_loss.mean(out.router_logits, kept)
         return loss
+
+    def separates(self, device: torch.device) -> bool:
+        if self.packing == "varlen":
+            head, windowed = self._attention.head, self._attention.windowed
+            return not windowed and attention.single_segments_are_faster(device, head)
+        return self.packing == "mask"
 
     def tokens_shape(self, batch: MicroBatch) -> torch.Size:
         shape = batch.input_ids.shape
@@ -127,8 +133,7 @@ class CausalLM(Objective):
     def _segments(self, batch: MicroBatch) -> dict[str, Any]:
         """Borders of the segments for `attention.varlen_attention`, under transformers' names."""
         borders, single = batch.cu_seqlens, 0
-        faster = not self.windowed and attention.single_segments_are_faster(borders.device)
-        if batch.single_segment_rows and faster:
+        if batch.single_segment_rows and self.separates(borders.device):
             single = batch.single_segment_rows
             borders = borders[single:] - single * batch.max_seqlen
         lengths = {"max_length_q": batch.max_seqlen, "max_length_k": batch.max_seqlen}

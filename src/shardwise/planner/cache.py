@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.job.schema import Job
 from shardwise.planner.plan import Plan
 
-LIBRARIES = ("torch", "transformers", "peft")
-"""Libraries that a trace depends on; the simulator fixes the engines' versions."""
+LIBRARIES = ("torch", "transformers", "peft", "flash-attn-4")
+"""Libraries that a trace depends on, where installed; the simulator fixes the engines' versions."""
 
 
 def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
@@ -29,7 +29,7 @@ def plan_key(job: Job, hardware: Hardware, **asked: Any) -> str:
         "tokenizer": _local(job.model.tokenizer or "", "tokenizer.json"),
         "hardware": hardware.to_json(),
         "asked": asked,
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": {one.name: one.version for name in LIBRARIES for one in distributions(name=name)},
         "code": _code(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

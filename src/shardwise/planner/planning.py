@@ -235,6 +235,7 @@ def _kept_tracer(
             vocab_size=vocab_size,
             capability=capability,
             document_tokens=document_tokens,
+            flash4=None,
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from shardwise.record.write import redact_tree
 
 _PACKAGES = ["shardwise", "torch", "transformers", "deepspeed", "peft", "datasets", "tokenizers"]
-_PACKAGES += ["safetensors", "numpy", "triton", "liger-kernel", "bitsandbytes"]
+_PACKAGES += ["safetensors", "numpy", "triton", "liger-kernel", "bitsandbytes", "flash-attn-4"]
 
 
 def environment(

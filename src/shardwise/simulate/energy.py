@@ -3,7 +3,7 @@
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.prediction import Energy, Time
 from shardwise.simulate.step_trace import FP32, Op
-from shardwise.simulate.time.roofline import COMPUTING, filled, instructions, table
+from shardwise.simulate.time.roofline import COMPUTING, attention_kernel, filled, instructions, table
 
 
 class Draw:
@@ -37,8 +37,7 @@ class Draw:
         elif op.item_bytes == FP32:
             kind = "fp32"
         elif kind == "attention":  # with heads filled up to its kernel's size
-            kernel = "cudnn" if "cudnn" in op.name else "flash"
-            flops *= filled(op.shape[5], table()["attention"][kernel]["heads"])
+            flops *= filled(op.shape[5], table()["attention"][attention_kernel(op)]["heads"])
         return flops * self._flop[kind] + moving
 
     def moving(self, num_bytes: float) -> float:

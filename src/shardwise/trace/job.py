@@ -5,7 +5,8 @@ from functools import cache
 
 from shardwise.engines.facts import Architecture
 from shardwise.job.schema import Job
-from shardwise.kernels.target import Target
+from shardwise.kernels.flash4 import installed
+from shardwise.kernels.target import HOPPER, Target
 from shardwise.models.build import check_length
 from shardwise.models.families import attention_of
 from shardwise.models.tokenizer import expected_rows
@@ -17,6 +18,7 @@ from shardwise.trace.trace import Tracer
 PACKED_ROWS, UNPACKED_ROWS = "_varlen_attn", "_varlen_as_cudnn_attn"
 """Names of the kernel for packed rows, and of one as fast as cuDNN's for unpacked rows."""
 CUDNN = "_scaled_dot_product_cudnn_attention"
+FLASH4 = "flash4_attention"
 
 
 class JobTracer:
@@ -35,10 +37,12 @@ class JobTracer:
         vocab_size: int | None,
         capability: tuple[int, int],
         document_tokens: int | None = None,
+        flash4: bool | None = False,
     ) -> None:
         """`vocab_size`: rows of the embedding; None: as the job says. `capability`: the GPU's.
 
-        `document_tokens`: length of the documents in packed rows; None: each row is one.
+        `document_tokens`: length of the documents in packed rows; None: each row is one. `flash4`: flash
+        attention 4 is installed, which packed rows take on Hopper; None: if it is here.
         """
         objective = objective_of(job)
         self.assumed: tuple[str, ...] = ()
@@ -53,7 +57,13 @@ class JobTracer:
             sequence_length=job.data.sequence_length,
             vocab_size=vocab_size,
             objective=objective,
-            target=Target(capability=capability, multiprocessors=MULTIPROCESSORS),
+            target=Target(
+                capability=capability,
+                multiprocessors=MULTIPROCESSORS,
+                flash4=(installed() if flash4 is None else flash4)
+                and capability[0] == HOPPER.capability[0]
+                and not job.train.deterministic,
+            ),
         )
         check_length(tracer.built, job.data.sequence_length)
         self.total, self.trainable = tracer.built.total, tracer.built.trainable
@@ -86,7 +96,7 @@ class JobTracer:
 
 def _in_documents(op: Op, tokens: int) -> Op:
     """The packed kernel's work in rows of documents of `tokens` tokens: (tokens + 1) / 2 keys a query."""
-    if op.kind != "attention" or not op.name.startswith((PACKED_ROWS, CUDNN)):
+    if op.kind != "attention" or not op.name.startswith((PACKED_ROWS, CUDNN, FLASH4)):
         return op
     *before, keys, size = op.shape
     name = op.name.replace(CUDNN, PACKED_ROWS)

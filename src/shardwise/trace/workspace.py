@@ -43,6 +43,23 @@ def _flash_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> lis
     return scratch
 
 
+def _flash4_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) -> list[int]:
+    """_flash_attn_bwd of flash-attn-4 4.0.0b36 on Hopper: dq, row sums, and shared keys' gradients, in fp32.
+
+    Each segment is padded to blocks of queries and of keys, whose sizes `_tile_size_bwd_sm90` chooses.
+    """
+    q, k, borders = args[1], args[2], args[6].shape[0]
+    tokens, heads, size = q.shape
+    block, keys, multiple = next(tile[1:] for tile in FLASH4_TILES if size <= tile[0])
+    wide = -(-size // multiple) * multiple
+    padded = (tokens + borders * block - 1) // block * block
+    scratch = [4 * heads * padded * wide, 4 * heads * padded, 4 * heads * padded]
+    if k.shape[1] != heads:
+        padded = (tokens + borders * keys - 1) // keys * keys
+        scratch += [4 * k.shape[1] * padded * wide] * 2
+    return scratch
+
+
 def _sum(args: Sequence[Any], outputs: Sequence[Tensor], target: Target) -> list[int]:
     """Sums over the rows of a matrix (the gradient of a bias): one partial sum for each thread block.
 
@@ -107,6 +124,9 @@ def _convolution_backward(args: Sequence[Any], _: Sequence[Tensor], __: Target) 
     return [4 * -(-(x.shape[0] * x.shape[1]) // CONVOLVED) * (weight.numel() + weight.shape[0])]
 
 
+FLASH4_TILES = ((64, 128, 128, 32), (128, 64, 128, 32), (192, 64, 96, 64), (256, 64, 48, 64))
+"""Largest head size, tokens of a block of queries and of keys, and what head sizes are rounded up to."""
+
 UNSORTED_TOKENS = 3072
 TOKENS_IN_A_PART = 10
 
@@ -133,5 +153,6 @@ _RULES: dict[str, Callable[[Sequence[Any], Sequence[Tensor], Target], list[int]]
     "selective_scan_backward": _scan_backward,
     "dequantize_nf4": lambda args, *_: [4 * args[1].numel()],  # the scales in fp32
     "embedding_dense_backward": _embedding_backward,
+    "flash4_attention_backward": _flash4_backward,
     "sum": _sum,
 }

@@ -179,5 +179,5 @@ def test_a_gpu_waits_for_the_share_of_a_step_without_kernels() -> None:
     row = {"step_seconds": 0.2, "profiled_busy_seconds": 0.15}
     assert idle.share(row) == pytest.approx(0.25)
     assert idle.share({**row, "profiled_busy_seconds": 0.3}) is None
-    assert "in 161 of 202 rows" in idle.summary()
-    assert "Of 37 more" in idle.summary()
+    assert "in 177 of 218 rows" in idle.summary()
+    assert "Of 39 more" in idle.summary()

@@ -377,6 +377,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(job_file: Path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_pipe_of_the_verb_s_own_that_breaks_is_an_error(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def launch(spec: LaunchSpec, **_: object) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr("shardwise.app.train.launch", launch)
+    assert main(["train", str(job_file)]) != 0
+    assert "Broken pipe" in capsys.readouterr().err
+
+
 def test_a_full_disk_is_the_machine_s_fault(job_file: Path) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "shardwise", "config", str(job_file)]

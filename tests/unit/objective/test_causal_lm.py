@@ -176,7 +176,7 @@ def test_rows_of_one_sample_may_go_to_another_kernel(monkeypatch, name, rows):
 
     loss = CausalLM(tiny(name.partition("-")[0], sizes))
     other, calls = attention._single_segments, []
-    monkeypatch.setattr(attention, "single_segments_are_faster", lambda device: True)
+    monkeypatch.setattr(attention, "single_segments_are_faster", lambda device, head: True)
     monkeypatch.setattr(attention, "_single_segments", lambda *given: calls.append(given[3]) or other(*given))
     check(loss, packed(pairs, rows=rows, length=12), expected.item(), gradients(reference))
     assert set(calls) == (set() if {"sliding_window", "window_size"} & {*sizes} else {1})

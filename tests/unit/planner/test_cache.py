@@ -8,6 +8,7 @@ import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.job.schema import Job
+from shardwise.kernels import flash4
 from shardwise.planner.cache import cached_plan, plan_key, plan_once
 from shardwise.planner.planning import make_plan
 from shardwise.planner.search import MARGIN
@@ -54,6 +55,21 @@ def test_another_question_has_another_key() -> None:
     }
     assert len(keys) == 4
     assert plan_key(JOB.model_copy(update={"name": "other"}), HARDWARE, objective="memory") in keys
+
+
+def test_installing_another_attention_is_another_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = plan_key(JOB, HARDWARE)
+    package = tmp_path / "flash_attn_4-4.0.0.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plan_key(JOB, HARDWARE) != before
+    flash4.installed.cache_clear()
+    assert flash4.installed()
+    monkeypatch.undo()
+    flash4.installed.cache_clear()
 
 
 def test_a_tokenizer_that_has_changed_in_its_folder_is_another_question(tmp_path: Path) -> None:

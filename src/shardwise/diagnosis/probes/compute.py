@@ -104,8 +104,10 @@ def cross_entropy(stage: Callable[[str], None]) -> dict[str, Any]:
 
 
 def attention(stage: Callable[[str], None]) -> dict[str, Any]:
-    """Two samples in a row of 128 tokens, 4 heads of 64, in bf16 on a GPU."""
+    """Two samples in a row of 128 tokens, 4 heads of 64, in bf16 on a GPU; and by which kernel."""
+    from shardwise.kernels import flash4
     from shardwise.kernels.attention import varlen_attention
+    from shardwise.kernels.target import HOPPER, capability
 
     borders = torch.tensor([0, 48, 128], dtype=torch.int32)
 
@@ -113,7 +115,13 @@ def attention(stage: Callable[[str], None]) -> dict[str, Any]:
         module, ends = torch.nn.Module(), borders.to(q.device)
         return varlen_attention(module, q, k, v, None, cu_seq_lens_q=ends, max_length_q=80)[0]
 
-    return _compared(stage, attend, attend, _values(*[(1, 4, 128, 64)] * 3), on_gpu=torch.bfloat16)
+    device, kernel = torch.device("cuda" if torch.cuda.is_available() else "cpu"), ""
+    if flash4.serves(device, 64):
+        kernel = "flash attention 4"
+    elif capability(device)[0] == HOPPER.capability[0]:
+        kernel = "flash attention 2; pip install 'shardwise[hopper]' would halve its time"
+    values = _values(*[(1, 4, 128, 64)] * 3)
+    return {**_compared(stage, attend, attend, values, on_gpu=torch.bfloat16), "kernel": kernel}
 
 
 def mamba(stage: Callable[[str], None]) -> dict[str, Any]:

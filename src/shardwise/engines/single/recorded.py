@@ -44,12 +44,15 @@ class RecordedPasses:
         masters: Sequence[torch.Tensor],
         device: torch.device,
         gradients: Sequence[torch.Tensor] = (),
+        *,
+        separates: bool = True,
     ) -> None:
         """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`.
 
         `gradients`: these stay, and all micro-batches of a step add to them. Without any, a step has one
-        micro-batch, whose passes allocate them where its activations were.
+        micro-batch, whose passes allocate them where its activations were. `separates`: as the objective's.
         """
+        self._separates = separates
         self._loss, self._masters, self._gradients = loss, masters, [*gradients]
         self._factor = torch.ones((), device=device)
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
@@ -69,7 +72,7 @@ class RecordedPasses:
             assert len(micro_batches) == 1, "the next micro-batch would overwrite the gradients"
         total = torch.zeros_like(self._factor)
         for micro_batch in micro_batches:
-            total += self._one(padded(micro_batch))
+            total += self._one(padded(micro_batch, separates=self._separates))
         return total
 
     @contextmanager
@@ -142,8 +145,13 @@ def not_owned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(memory, device=tensor.device)
 
 
-def padded(batch: MicroBatch) -> MicroBatch:
-    """The same segments, then empty ones: with numbers and longest segments that only few kinds have."""
+def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:
+    """The same segments, then empty ones: with numbers and longest segments that only few kinds have.
+
+    `separates`: rows of a single segment are computed otherwise than others.
+    """
+    if not separates:
+        batch = replace(batch, single_segment_rows=0)
     count, rows = len(batch.cu_seqlens), batch.input_ids.shape[1]
     more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - count
     longest = batch.max_seqlen

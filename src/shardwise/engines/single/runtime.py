@@ -11,6 +11,7 @@ from shardwise.engines.runtime.base import TorchEngine
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
 from shardwise.engines.single.memory import gradients_stay
 from shardwise.engines.single.recorded import RecordedPasses
+from shardwise.objective import Objective
 
 
 class SingleEngine(TorchEngine):
@@ -26,11 +27,13 @@ class SingleEngine(TorchEngine):
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
         masters, device = [*self._masters.values()], self.world.device
-        one_shape = bool(getattr(self.module, "one_shape", False))
+        objective = self.module if isinstance(self.module, Objective) else None
+        one_shape = objective is not None and objective.one_shape
         recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
         self._gradients = self._that_stay(recorded=recorded)
-        if recorded:
-            self._recorded = RecordedPasses(self._loss, masters, device, self._gradients)
+        if objective is not None and recorded:
+            separates = objective.separates(device)
+            self._recorded = RecordedPasses(self._loss, masters, device, self._gradients, separates=separates)
         return self._masters, ()
 
     def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:

@@ -113,11 +113,11 @@ class Roofline:
 
     def _attention(self, op: Op) -> tuple[float, float]:
         rules = table()["attention"]
-        kernel = rules["cudnn" if "cudnn" in op.name else self._flash]
+        kernel = rules[attention_kernel(op, self._flash)]
         shares = {int(size): share for size, share in kernel[direction(op)].items()}
         keys, head = op.shape[4:6]
         share = shares[min((size for size in shares if size >= head), default=max(shares))]
-        share *= keys / (keys + rules["half_keys"])
+        share *= keys / (keys + kernel.get("half_keys", rules["half_keys"]))
         peak = self.half_flops if op.item_bytes == 2 else self.fp32_flops
         computing: float = op.flops * filled(head, kernel["heads"]) / (peak * share)
         return self._kernel_seconds, computing
@@ -132,6 +132,11 @@ class Roofline:
     def _operands(self, op: Op) -> float:
         """Seconds to read and write all of a product's or an attention's matrices once."""
         return (op.read_bytes + op.written_bytes) / (self.bytes_per_second * self._shares["elementwise"])
+
+
+def attention_kernel(op: Op, flash: str = "flash") -> str:
+    """The rows of `[attention]` for this operator; `flash`: those for torch's flash attention."""
+    return next((kernel for kernel in ("cudnn", "flash4") if kernel in op.name), flash)
 
 
 def instructions(op: Op) -> float:
