@@ -267,8 +267,7 @@ def correct(document: Document, setup: Setup) -> tuple[Document, list[Finding]]:
     fixed: list[Finding] = []
     tried: set[tuple[str, str, str]] = set()
     while True:
-        current = _with(setup, document)
-        open_ = findings_of(document, current)
+        open_ = findings_of(document, _with(setup, document))
         worth = (one for one in open_ if one.fixable and one.severity != "note")
         candidate = next((one for one in worth if _id(one) not in tried), None)
         if candidate is None:
@@ -368,7 +367,7 @@ def headings(checked: Checked) -> dict[str, str]:
 def unreached(setup: Setup) -> list[str]:
     """What rules on loops, processes and models did not see of the scripts."""
     said, named = list[str](), {os.path.realpath(one.name) for one in setup.documents}
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
+    scripts = setup.of("training", "python")
     for one in scripts:
         if unread := [str(path) for path in imported(one) if os.path.realpath(path) not in named]:
             said.append(f"what {one.name} imports of {', '.join(unread)}: name these files, too")
@@ -378,7 +377,7 @@ def unreached(setup: Setup) -> list[str]:
             are = f"{', '.join(open_)} {'is' if len(open_) == 1 else 'are'} not followed"
             where = f"{file}:{run.at(line) if run.cells else at}"
             said.append(f"the loop at {where} ({are}): zero_grad, sampler, loss division")
-    for one in (one for one in setup.of("training") if one.syntax == "shell"):
+    for one in setup.of("training", "shell"):
         there = {*map(os.path.basename, named)}
         away = [name for name in one.get(STARTS) or () if Path(name).name not in there]
         if away:

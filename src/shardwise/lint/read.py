@@ -162,8 +162,7 @@ def _notebook(text: str, name: str) -> Document:
         if cell is not None:
             text = _PYTHON_BELOW.sub("", cell, count=1)
             if text.startswith("%%"):
-                rows = text.split("\n")
-                text = "\n".join(f"# {row}" if " install " in row else "" for row in rows)
+                text = "\n".join(f"# {row}" if " install " in row else "" for row in text.split("\n"))
             code_ = text if parses(text) else _without_magic(text)
             idle = _PLACEHOLDER.search(code_) and not parses(code_)  # `name = <your name>`
             parts.append(re.sub("(?m)^", NO_PYTHON, code_) if idle else code_)

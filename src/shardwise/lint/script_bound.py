@@ -139,8 +139,7 @@ class Bound:
         ):
             return known
         before = next(one for one in known if one not in changed)
-        made = self._sums.setdefault(by, ast.BinOp(left=before, op=by.op, right=by.value, lineno=by.lineno))
-        return [made]
+        return [self._sums.setdefault(by, ast.BinOp(left=before, op=by.op, right=by.value, lineno=by.lineno))]
 
     def configured(self, holder: ast.expr, name: Any) -> list[Any]:
         """A part of a configuration that OmegaConf or Hydra makes of files, and a command over these."""

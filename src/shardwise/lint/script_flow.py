@@ -76,8 +76,7 @@ class Flow:
             if one in found:  # so is what follows it
                 continue
             statement = self.statement(one)
-            block = self._above.get(statement)
-            body: list[ast.stmt] = getattr(block, "body", [])
+            body: list[ast.stmt] = getattr(self._above.get(statement), "body", [])
             later = body[body.index(statement) + 1 :] if statement in body else []
             found |= {inner for node in later for inner in ast.walk(node) if not isinstance(node, SCOPES)}
         return found

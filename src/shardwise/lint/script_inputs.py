@@ -115,8 +115,7 @@ class Inputs:
         """The value of a variable of the environment, or of a question about the launch or the GPU."""
         match node:
             case ast.Call(func=called, args=[name, *other]) if ast.unparse(called) in _ENVIRONMENT:
-                default = value_of(other[0]) if other else None
-                return self._variable(value_of(name), default)
+                return self._variable(value_of(name), value_of(other[0]) if other else None)
             case ast.Subscript(value=holder, slice=name) if ast.unparse(holder) in ("os.environ", "environ"):
                 return self._variable(value_of(name), UNKNOWN)
             case ast.Call(func=ast.Name(id="hasattr"), args=[holder, ast.Constant(value=str(name))]):

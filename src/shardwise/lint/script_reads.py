@@ -98,8 +98,7 @@ class Readers:
             case ast.BoolOp() | ast.IfExp():
                 yield above, key
             case ast.Return():
-                scope = self._scope(above)
-                yield from ((call, key) for call in self._calls[getattr(scope, "name", "")])
+                yield from ((call, key) for call in self._calls[getattr(self._scope(above), "name", "")])
             case ast.keyword(arg=str(name)):
                 yield from self._given(self._above[above], name, key, node)
             case ast.Call(args=given) if node in given:

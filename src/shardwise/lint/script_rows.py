@@ -86,8 +86,7 @@ class Rows:
             made_of = [one.func for one in calls if isinstance(one.func, ast.Attribute)]
             texts += [str(self._known.value(one.value)) for one in made_of if one.attr == "format"]
             longest = max((one for one in texts if one in text or one[:2] != "f'"), key=len, default="")
-            shown = parts[1] if isinstance(made, ast.Lambda) and parts[1:] else made
-            return _by(kind, shown, longest)
+            return _by(kind, parts[1] if isinstance(made, ast.Lambda) and parts[1:] else made, longest)
         fields = dict[str, int]()
         for one in calls:
             match one.args[:1]:

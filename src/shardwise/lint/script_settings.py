@@ -148,8 +148,7 @@ class Settings:
                 fields_ = {ast.unparse(one.target) for one in node.body if isinstance(one, ast.AnnAssign)}
                 used = self.calls and self.known.used(node)  # as HfArgumentParser's
                 for field, value in (one for one in fields(node) if used and one[0] in fields_):
-                    given = self._inputs.flag([field])
-                    self._put(self.known.entries(given or value, (field,), value.lineno))
+                    self._put(self.known.entries(self._inputs.flag([field]) or value, (field,), value.lineno))
 
     def _called(self, call: ast.Call) -> str:
         """The last part of a call's name; for a job also what a name of the script's own stands for."""

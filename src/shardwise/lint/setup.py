@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from shardwise.lint.document import Document, Kind
+from shardwise.lint.document import Document, Kind, Syntax
 from shardwise.lint.schema import as_number, deepspeed_schema
 from shardwise.lint.script_settings import ARGUMENT_CLASSES, LORA
 from shardwise.lint.shell_text import OPEN
@@ -86,20 +86,20 @@ class Setup:
     model: ModelFacts | None = None
     deepspeed: str = deepspeed_schema().version  # the version of DeepSpeed that the run would use
 
-    def of(self, kind: Kind) -> tuple[Document, ...]:
-        return tuple(document for document in self.documents if document.kind == kind)
+    def of(self, kind: Kind, syntax: Syntax | None = None) -> tuple[Document, ...]:
+        return tuple(one for one in self.documents if one.kind == kind and syntax in (None, one.syntax))
 
     @property
     def scripts(self) -> str:
         """The text of all scripts."""
-        return "\n".join(one.text for one in self.of("training") if one.syntax == "python")
+        return "\n".join(one.text for one in self.of("training", "python"))
 
     @property
     def reader(self) -> Reader | None:
         """The library that reads the DeepSpeed JSON; None if no file shows it."""
         if self.asked_reader is not None:
             return self.asked_reader
-        scripts = [document for document in self.of("training") if document.syntax == "python"]
+        scripts = self.of("training", "python")
         called = [one for one in map(of_script, scripts) if one]  # counts more than flags
         itself = _gives_file_itself(self.of("training"))
         if itself or ("deepspeed" in called and not any(map(_trainers, scripts))):

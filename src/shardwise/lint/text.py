@@ -47,8 +47,7 @@ def read_json(text: str, name: str) -> Document:
         marks, duplicates = _marks(node)
         names: dict[Key, Key] = {(): ()}  # JSON's, which has other escapes than YAML
         for key, mark in marks.items():
-            last = json.loads(text[slice(*mark.key)]) if mark.key else key[-1]
-            names[key] = (*names[key[:-1]], last)
+            names[key] = (*names[key[:-1]], json.loads(text[slice(*mark.key)]) if mark.key else key[-1])
     except json.JSONDecodeError as error:
         raise _unreadable(error) from None
     except (yaml.YAMLError, ValueError, RecursionError):  # such as a number of thousands of digits

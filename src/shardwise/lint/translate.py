@@ -98,8 +98,7 @@ def _fsdp(document: Document, setup: Setup) -> Translated:
     changes = [*_batch(document, setup, assumed), *_script(setup, assumed, checkpointing=checkpointing)]
     changes += ["train.checkpointing=full"] * checkpointing
     half = document.get("mixed_precision")
-    precision = half if half in ("bf16", "fp16") else "fp32"
-    return _translated(document, strategy, precision, changes, assumed)
+    return _translated(document, strategy, half if half in ("bf16", "fp16") else "fp32", changes, assumed)
 
 
 def _translated(

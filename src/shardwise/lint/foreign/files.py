@@ -365,8 +365,7 @@ def _documents(script: Document, inputs: Inputs, said: list[str], given: set[str
 
     `given`: keys of files, which count more than what a field is by default.
     """
-    keys = {key.partition(".")[0] for key in TABLE["keys"]}
-    read_ = Settings(script.text, TABLE["calls"], keys, inputs)
+    read_ = Settings(script.text, TABLE["calls"], {key.partition(".")[0] for key in TABLE["keys"]}, inputs)
     values = read_.values
     data = (values.get("load_dataset") or {}).get("data_files")
     for path in found([data] if isinstance(data, str) else [], Path(script.name).parent):

@@ -101,8 +101,7 @@ def _parts(item: Any) -> Iterator[tuple[str, str, Key]]:
     """Group, option, and the package below the file's own, of an item of `defaults:`."""
     rows = item.items() if isinstance(item, Mapping) else [("", item)]
     for name, options in rows:
-        words = re.sub(r"^(override|optional)\s+", "", str(name)).lstrip("/")
-        group, _, package = words.partition("@")
+        group, _, package = re.sub(r"^(override|optional)\s+", "", str(name)).lstrip("/").partition("@")
         below = tuple(part for part in (package or group.replace("/", ".")).split(".") if part)
         for option in options if isinstance(options, list) else [options]:
             if option is not None and (group or isinstance(item, str)):

@@ -73,8 +73,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
     stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
     stated = resolve.with_labels(stated, said)
-    texts = "\n".join([*models, *(one.text for one in documents)])
-    stated = resolve.with_recomputation(stated, texts)
+    stated = resolve.with_recomputation(stated, "\n".join([*models, *(one.text for one in documents)]))
     stated = resolve.with_warmup(stated, setup, said)
     stated = [resolve.with_last_rate(one, stated, said) for one in stated]
     lost = {one.key for one in stated if not one.value}

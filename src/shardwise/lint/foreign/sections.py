@@ -57,8 +57,7 @@ def opened(document: Document, scripts: Sequence[Document], said: list[str]) -> 
     values, marks = deepcopy(dict(document.values)), dict(document.marks)
     for path, key, meant in moved:
         if meant in TABLE["keys"] and ".".join((*path, key)) not in TABLE["keys"] and meant not in values:
-            held = reduce(getitem, path, values)
-            values[meant] = held.pop(key)
+            values[meant] = reduce(getitem, path, values).pop(key)
             inner = {at: mark for at, mark in document.marks.items() if at[: len(path) + 1] == (*path, key)}
             marks |= {(meant, *at[len(path) + 1 :]): mark for at, mark in inner.items()}
     return replace(document, values=values, marks=marks)

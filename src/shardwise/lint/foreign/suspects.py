@@ -68,8 +68,7 @@ def suspects(documents: Sequence[Document], known: set[str], said: list[str]) ->
         if key == _OWN_LOSS:  # and what a script computes of losses to show them
             given = [one for one in given if one[3] is not ... or one[0].syntax != "python"]
             given = [one for one in given if not _of_another_method(one[1], documents)]
-        by_name = [one for one in given if pattern.search(one[1]) or pattern.search(_last(one[1]))]
-        given = by_name or given
+        given = [one for one in given if pattern.search(one[1]) or pattern.search(_last(one[1]))] or given
         switched = any(value is True or (value is ... and one.syntax != "python") for one, *_, value in given)
         off = any(value is False for *_, value in named)  # `use_lora=False`
         if not given or (off and not switched):
@@ -162,8 +161,7 @@ def _settings(document: Document) -> Iterator[Setting]:
         if document.kind != "deepspeed":
             for key, value in leaves(document.values):
                 yield key, document.line(tuple(key.split("."))), value
-            shown = document.values.keys()
-            for name in sorted(document.flags - shown):  # a script has taken it
+            for name in sorted(document.flags - document.values.keys()):  # a script has taken it
                 word = re.escape(name).replace("_", "[-_]")
                 there = re.search(rf"--{word}(?![\w-])[ =]*(\S*)", document.text)
                 if there:

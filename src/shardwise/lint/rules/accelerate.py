@@ -38,7 +38,7 @@ def launched_with(command: Document, file: Document) -> bool:
 
 def certainly_missing(name: str, command: Document, setup: Setup) -> bool:
     """Whether a file is not where a command starts, which the path of its script shows."""
-    named = (Path(one.name).name for one in setup.of("training") if one.syntax == "python")
+    named = (Path(one.name).name for one in setup.of("training", "python"))
     script = Path(str(command.get("script") or next((one for one in named if one in command.text), None)))
     last = Path(name).name
     above = (Path(), *Path(command.name).absolute().parents)
@@ -87,8 +87,7 @@ def given_twice(document: Document, happens: str, *, stops: bool = False) -> Ite
         lines = [*{before, document.line(key)}]
         rows = {re.sub(r"\s#.*|,\s*$", "", document.text.split("\n")[at - 1]).strip() for at in lines}
         same = len(lines) > len(rows) and not stops and not isinstance(document.get(*key), Mapping | list)
-        severity: Severity | None = "note" if empty else "warning" if same else None
-        yield Hit(key, what, "keep one of the two", severity=severity)
+        yield Hit(key, what, "keep one of the two", severity="note" if empty else "warning" if same else None)
 
 
 @accelerate_rule("error", "accelerate/commands/config/config_args.py: yaml.safe_load")

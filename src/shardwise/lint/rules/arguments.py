@@ -12,16 +12,17 @@ from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.accelerate import certainly_missing
 from shardwise.lint.rules.families import named_models
-from shardwise.lint.rules.training import (
-    DEFAULTS,
+from shardwise.lint.rules.program import (
     calls,
-    given_to_trainers,
     is_optimizer,
     known_values,
     tree_of,
     values_of,
+    walk,
     within,
+    words_of,
 )
+from shardwise.lint.rules.training import DEFAULTS, given_to_trainers
 from shardwise.lint.schema import as_number, closest, names, pattern, table, toml_file
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup, launched_processes
@@ -74,7 +75,7 @@ def _near(name: str, known: frozenset[str]) -> str | None:
 
 def _imported(document: Document) -> set[str]:
     """How a script may call what it imports from the libraries."""
-    found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom) and one.module)
+    found = (one for one in walk(tree_of(document), ast.ImportFrom) if one.module)
     mine = [one for one in found if not one.level and str(one.module).partition(".")[0] in _PACKAGES]
     return {alias.name for one in mine for alias in one.names}  # `tree_of` calls them so
 
@@ -210,8 +211,7 @@ def _need_numbers(program: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 def _holders(program: ast.Module) -> set[str]:
     """The variables that hold what a parser read."""
-    functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
-    own = [one.name for one in functions if "parse_args(" in ast.unparse(one)]
+    own = [one.name for one in walk(program, ast.FunctionDef) if "parse_args(" in ast.unparse(one)]
     makers = "|".join(["parse_args", "parse_known_args", *own])
     made = rf"(?m)^ *\(?([\w.]+)(?:, [^=\n]*)? = (?:.*\.)?(?:{makers})\([^()]*\)$"
     return {*re.findall(made, ast.unparse(program))}
@@ -219,7 +219,7 @@ def _holders(program: ast.Module) -> set[str]:
 
 def _unchanged(program: ast.Module, name: str, holders: set[str]) -> bool:
     """Whether no statement makes a number of a flag's text, and other variables of its name hold it, too."""
-    uses = [one for one in ast.walk(program) if isinstance(one, ast.Attribute) and one.attr == name]
+    uses = [one for one in walk(program, ast.Attribute) if one.attr == name]
     if not any(ast.unparse(one.value) in holders for one in uses):
         return False
     for one in ast.walk(program):
@@ -346,7 +346,7 @@ def _tokenized(document: Document, setup: Setup) -> Iterator[tuple[float, int, b
         return
     known = known_values(document, setup)
     for call in within(tree_of(document)):
-        given = {one.arg: one.value for one in call.keywords}
+        given = words_of(call)
         if "max_length" in given and {"truncation", "padding"} & given.keys():
             node = known.meant(given["max_length"])
             length = known.value(node)
@@ -377,8 +377,7 @@ _ABOVE = 5  # folders that a command may run in
 @training_rule("error", "the file system")
 def named_file_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     """The file with the settings is not there: the training stops at the start."""
-    here = Path(document.name).absolute()
-    folders = [Path(), *here.parents[:_ABOVE]]
+    folders = [Path(), *Path(document.name).absolute().parents[:_ABOVE]]
     given = {Path(one.name).name for one in setup.documents}
     for key in _NAMED if not re.search(r"(?m)^\s*cd\s", document.text) else ():
         name = document.get(key)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from shardwise.lint.document import Document
-from shardwise.lint.rules.training import tree_of, values_of
+from shardwise.lint.rules.program import tree_of, values_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_values import Values
 

@@ -48,7 +48,7 @@ def gpus_of(asked: dict[str, str]) -> tuple[int | None, str]:
 
 def shown_devices(document: Document, setup: Setup) -> str | None:
     """The list of GPUs that processes see; empty if nothing limits them, None where only the shell knows."""
-    inside = (_SHOWN.search(one.text) for one in setup.of("training") if one.syntax == "python")
+    inside = (_SHOWN.search(one.text) for one in setup.of("training", "python"))
     given = document.get(SHOWS) if document.has(SHOWS) else document.environment.get(SHOWS)
     shown = next((one[1] for one in inside if one), given)  # which counts more
     if shown is None:

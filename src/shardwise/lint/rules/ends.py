@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, given_to_trainers, tree_of, values_of
+from shardwise.lint.rules.program import all_code, calls, tree_of, values_of, walk, words_of
+from shardwise.lint.rules.training import given_to_trainers
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
@@ -22,8 +23,7 @@ _SHORT = 100  # steps of a trial, which keeps nothing
 
 
 def _trainers(document: Document) -> list[ast.Call]:
-    made = calls(document, *names("trainers"))
-    return [one for one in made if ast.unparse(one.func) in document.uses]
+    return [one for one in calls(document, *names("trainers")) if ast.unparse(one.func) in document.uses]
 
 
 @training_rule("error", "transformers/trainer.py: get_eval_dataloader: evaluation requires an eval_dataset")
@@ -32,7 +32,7 @@ def evaluates_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
     flow, made, program = values_of(document).flow, _trainers(document), tree_of(document)
     rows = (one.arg in ("eval_dataset", None) for call in made for one in call.keywords)
     given = any(rows) or any(len(one.args) > 4 for one in made) or ".eval_dataset = " in document.text
-    tried = {part for one in ast.walk(program) if isinstance(one, ast.Try) for part in ast.walk(one)}
+    tried = {part for one in walk(program, ast.Try) for part in ast.walk(one)}
     kinds = {ast.unparse(one.func) for one in made}
     owners = {name for name, by in made_by(document).items() if by in kinds} or {"trainer"}  # of a parameter
     for call in calls(document, "evaluate") if len(made) == 1 and not given else ():
@@ -47,13 +47,12 @@ def evaluates_without_rows(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/trainer.py 5.23: _determine_best_metric: KeyError")
 def best_metric_is_not_computed(document: Document, setup: Setup) -> Iterator[Hit]:
     """`metric_for_best_model` is none of the Trainer's own, and it has no `compute_metrics`."""
-    mine = [one for one in setup.of("training") if one.syntax == "python"]
-    mine = [document] if document.syntax == "python" else mine
+    mine = (document,) if document.syntax == "python" else setup.of("training", "python")
     made = [one for script in mine for one in _trainers(script)]
     plain = len(made) == 1 and ast.unparse(made[0].func).rpartition(".")[2] in _COMPUTES_NONE
     if not plain or len(made[0].args) > _ROWS_AT or _COMPUTES.search(setup.scripts):
         return
-    words = {one.arg: one.value for one in made[0].keywords}
+    words = words_of(made[0])
     if None in words or ("compute_metrics" in words and not _is_off(words["compute_metrics"], setup)):
         return
     for given, line in given_to_trainers(document, setup, every=True):
@@ -81,9 +80,8 @@ def _is_off(given: ast.expr, setup: Setup) -> bool:
 @training_rule("warning", "transformers/trainer_callback.py: DefaultFlowCallback: save_strategy")
 def nothing_is_saved(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer writes no checkpoint, and no line keeps the weights: what was trained is lost."""
-    made = _trainers(document)
-    groups = given_to_trainers(document, setup, every=True) if len(made) == 1 else []
-    code = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    groups = given_to_trainers(document, setup, every=True) if len(_trainers(document)) == 1 else []
+    code = all_code(setup)
     tries = _TRIES.search(_TEXT.sub("''", f"{document.name}\n{code}"))
     for given, line in groups if len(groups) == 1 and not tries and not _KEEPS.search(code) else ():
         known = "**" not in given and given.get("push_to_hub") in (None, False)

@@ -10,7 +10,16 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
-from shardwise.lint.rules.training import calls, known_values, tree_of, values_of, within
+from shardwise.lint.rules.program import (
+    all_code,
+    calls,
+    known_values,
+    tree_of,
+    values_of,
+    walk,
+    within,
+    words_of,
+)
 from shardwise.lint.schema import closest, names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
@@ -53,7 +62,7 @@ def named_models(setup: Setup) -> set[str]:
             continue
         known = known_values(document, setup)
         for call in within(tree_of(document)):
-            called, given = ast.unparse(call.func), {one.arg: one.value for one in call.keywords}
+            called, given = ast.unparse(call.func), words_of(call)
             loads = called.endswith("Trainer") or _LOADS.search(called)
             of = given.get("pretrained_model_name_or_path", given.get("model", next(iter(call.args), None)))
             found += [known.value(of)] if loads and of is not None else []
@@ -73,8 +82,7 @@ def model_of(setup: Setup) -> ModelFacts | None:
     named = {setup.model.name} if setup.model and _family(setup.model.name) else named_models(setup)
     found = {_family(name): name for name in named}
     if {*found} <= {""}:  # a folder of the user's own, loaded by the class of a family
-        code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
-        found = {_KINDS.get(name, ""): f"{name}{rest}" for name, rest in _OF_FAMILY.findall(code)}
+        found = {_KINDS.get(name, ""): f"{name}{rest}" for name, rest in _OF_FAMILY.findall(all_code(setup))}
     kind = next(iter(found)) if len(found) == 1 else ""
     made = ModelFacts(name=found[kind], model_type=kind, model_types=(kind,)) if kind else None
     return made or setup.model
@@ -133,7 +141,7 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]
             yield (name,), re.split(r"\s*,\s*", value) if listed else value, document.line((name,))
         return
     for call in calls(document, "LoraConfig", "get_peft_model"):
-        known, given = known_values(document, setup), {one.arg: one.value for one in call.keywords}
+        known, given = known_values(document, setup), words_of(call)
         node = known.meant(given.get("target_modules", call))
         while isinstance(node, ast.Call) and ast.unparse(node.func) == "list" and node.args:
             node = known.meant(node.args[0])
@@ -177,8 +185,7 @@ def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit
     chats = document.has("finetuning_type") and (document.get("stage") != "pt" or template == "llama3")
     if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
         what = f"template {template} is another family's: {named} learns another end token than its own"
-        fix = f"template: {mine}, or the one of this model in LLaMA-Factory's list"
-        yield Hit(("template",), what, fix)
+        yield Hit(("template",), what, f"template: {mine}, or the one of this model in LLaMA-Factory's list")
     own = template in names("templates") or "register_template" in setup.scripts
     near = None if own or not document.has("finetuning_type") else closest(template, names("templates"))
     if near and document.has("template"):
@@ -189,10 +196,9 @@ def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit
 def _padded_with_end(program: ast.Module, model: str) -> int | None:
     """The line that makes the end token the pad token, if no other line makes another."""
     without = any(part.startswith(names("no_pad_token")) for part in model.lower().split("/"))
-    tests = [one for one in ast.walk(program) if isinstance(one, ast.If) and "pad" in ast.unparse(one.test)]
+    tests = [one for one in walk(program, ast.If) if "pad" in ast.unparse(one.test)]
     maybe = {node for one in tests for node in ast.walk(one)}  # `if tokenizer.pad_token is None`
-    assigned = (one for one in ast.walk(program) if isinstance(one, ast.Assign))
-    found = [one for one in assigned if _PAD.search(ast.unparse(one.targets[0]))]
+    found = [one for one in walk(program, ast.Assign) if _PAD.search(ast.unparse(one.targets[0]))]
     ends = [one for one in found if re.search(r"\.eos_token(_id)?$", ast.unparse(one.value))]
     sure = ends and len(ends) == len(found) and (without or not {*ends} <= maybe)
     return ends[0].lineno if sure else None
@@ -206,8 +212,7 @@ def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     if not made or not trains or _PACKED.search(document.text):
         return
     line = _padded_with_end(tree_of(document), next(iter(named_models(setup)), ""))
-    rows = enumerate(document.text.splitlines(), 1)
-    others = [n for n, row in rows if _ENDS.search(row)]
+    others = [n for n, row in enumerate(document.text.splitlines(), 1) if _ENDS.search(row)]
     if line and others:
         what = "the pad token is the end token, and DataCollatorForLanguageModeling masks both in labels: "
         at = document.at(others[0])
@@ -244,15 +249,14 @@ def _zipped(statement: ast.AST, last: ast.expr) -> ast.expr:
     for one in (one for one in ast.walk(statement) if isinstance(one, ast.comprehension)):
         match one:
             case ast.comprehension(target=ast.Tuple(elts=to), iter=ast.Call(ast.Name("zip"), args=of)):
-                held = dict(zip(map(ast.unparse, to), of, strict=False))
-                return held.get(name, last)
+                return dict(zip(map(ast.unparse, to), of, strict=False)).get(name, last)
     return last
 
 
 @training_rule("warning", "tokenizers of these models add no end token; generate() waits for one")
 def answers_have_no_end(document: Document, setup: Setup) -> Iterator[Hit]:
     """A Trainer or a loop learns rows as they are: without an end token after the answer none is learned."""
-    code, models = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training")), named_models(setup)
+    code, models = all_code(setup), named_models(setup)
     plain = any({"Trainer", "transformers.Trainer"} & one.uses for one in setup.of("training"))
     plain |= ".backward(" in code and "CausalLM" in code and "SFTTrainer" not in code
     lasts = [one.lower().rstrip("/").rpartition("/")[2] for one in models]
@@ -342,7 +346,7 @@ def no_pad_token(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "transformers/data/data_collator.py: default_data_collator; run with 5.23")
 def rows_are_not_padded(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a collator the Trainer stacks rows as they are: those of different lengths stop it."""
-    code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
+    code = all_code(setup)
     alone = setup.training("per_device_train_batch_size") == 1
     if document.syntax != "python" or alone or _SAME_LENGTH.search(code):
         return

@@ -10,7 +10,7 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
 from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
-from shardwise.lint.rules.training import calls, tree_of, values_of, within
+from shardwise.lint.rules.program import calls, code_of, tree_of, values_of, walk, within
 from shardwise.lint.schema import as_number, closest, names, pattern, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
@@ -207,8 +207,8 @@ def _written(document: Document, name: str) -> list[str]:
 def _flags(script: Document) -> dict[str, bool]:
     """The flags of a script's parser, and whether each is required; empty if the text does not show all."""
     added, parsers = [*calls(script, "add_argument")], [*calls(script, "ArgumentParser", "HfArgumentParser")]
-    classes = {one.name: one for one in ast.walk(tree_of(script)) if isinstance(one, ast.ClassDef)}
-    known = {one.name for one in ast.walk(tree_of(script)) if isinstance(one, ast.FunctionDef)} | _OWN
+    classes = {one.name: one for one in walk(tree_of(script), ast.ClassDef)}
+    known = {one.name for one in walk(tree_of(script), ast.FunctionDef)} | _OWN
     holders = {ast.unparse(call.func).removesuffix(".add_argument") for call in added}
     more = ("deepspeed", "deepspeed_config") if "add_config_arguments(" in script.text else ()
     flags = dict.fromkeys(("help", *more), False)
@@ -293,9 +293,8 @@ def _ranks_of_nobody(document: Document, setup: Setup, asked: dict[str, str]) ->
     by_srun = re.search(r"(?m)^[^#\n]*\bsrun\b", document.text) and not _SOURCES.search(document.text)
     if document.get("launcher") not in ("python", "python3") or not (several and by_srun):
         return
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
-    program = "\n".join(ast.unparse(tree_of(one)) for one in scripts)
-    texts = program + "\n".join(one.text for one in setup.of("training") if one.syntax == "shell")
+    program = "\n".join(map(code_of, setup.of("training", "python")))
+    texts = program + "\n".join(one.text for one in setup.of("training", "shell"))
     absent = [one for one in dict.fromkeys(_OF_RANKS.findall(program)) if not re.search(rf"\b{one}=", texts)]
     if absent and not _SETS_RANKS.search(program):
         what = f"srun sets no `{'`, `'.join(absent)}`, which the script reads: KeyError"
@@ -307,7 +306,7 @@ def _ranks_of_nobody(document: Document, setup: Setup, asked: dict[str, str]) ->
 @training_rule("warning", "each node runs its own command; the processes average what they compute")
 def nodes_train_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
     """The commands of two nodes of one training differ in more than the node."""
-    rank, shells = _node_of(document), [one for one in setup.of("training") if one.syntax == "shell"]
+    rank, shells = _node_of(document), setup.of("training", "shell")
     first = next((one for one in shells if _node_of(one) == 0), None)
     if not rank or first is None:
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.job.source import drop
 from shardwise.lint.document import AUTO, Document, Mark
-from shardwise.lint.rules.training import calls, known_values, tree_of
+from shardwise.lint.rules.program import calls, known_values, tree_of
 from shardwise.lint.script_names import Said, changes_by, path_of
 from shardwise.lint.script_run import as_run
 from shardwise.lint.script_settings import ARGUMENT_CLASSES, CONFIGURATIONS, open_value
@@ -23,14 +23,13 @@ _READERS = ("initialize", "HfDeepSpeedConfig", "DeepSpeedPlugin", "DeepSpeedStra
 
 def with_what_scripts_set(setup: Setup) -> Setup:
     """The setup with values that scripts set in the DeepSpeed files that they load."""
-    scripts = [one for one in setup.of("training") if one.syntax == "python" and _LOADS.search(one.text)]
+    scripts = [one for one in setup.of("training", "python") if _LOADS.search(one.text)]
     documents = [*setup.documents]
     for script in scripts:
         run = as_run(script, [one for one in setup.of("training") if one.name != script.name])
         for at, one in enumerate(documents):
             if one.kind == "deepspeed":
-                said = _set(script, one, setup) | _set(run, one, setup)
-                documents[at] = _changed(one, said, script)
+                documents[at] = _changed(one, _set(script, one, setup) | _set(run, one, setup), script)
     return replace(setup, documents=tuple(documents))
 
 

@@ -9,17 +9,18 @@ from shardwise.lint.finding import DEEPSPEED, Hit, Severity, loop_rule, training
 from shardwise.lint.rules.accelerate import FSDP
 from shardwise.lint.rules.branches import branches, members_of, spelled_out
 from shardwise.lint.rules.families import has_no_spare_rows
-from shardwise.lint.rules.training import (
+from shardwise.lint.rules.program import (
     calls,
-    has_engine,
+    code_of,
     is_optimizer,
     known_values,
     modules_of,
     tree_of,
     values_of,
+    walk,
     within,
-    zero_stage,
 )
+from shardwise.lint.rules.training import has_engine, zero_stage
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.saved import elsewhere, state_of
 from shardwise.lint.schema import closest, names, pattern
@@ -56,7 +57,7 @@ _MAKES_ROWS = re.compile(r"resize_token_embeddings|resize\w*embed|add_new_tokens
 @loop_rule("error", "run with 0.19.8 at stages 0, 2 and 3", versions=DEEPSPEED)
 def engine_steps_itself(document: Document, setup: Setup) -> Iterator[Hit]:
     """DeepSpeed's engine steps its own optimizer and schedule, at the end of an accumulation."""
-    program, steps = ast.unparse(tree_of(document)), reversed([*calls(document, "step")])
+    program, steps = code_of(document), reversed([*calls(document, "step")])
     stepped = {ast.unparse(one.func).removesuffix(".step"): one for one in steps}  # the first of a name stays
     in_file = any(one.section("scheduler") for one in setup.of("deepspeed"))
     for engine, schedule, given in _SCHEDULE.findall(program):
@@ -151,7 +152,7 @@ def undefined_name(document: Document, _: Setup) -> Iterator[Hit]:
         if last != said and last not in known and (near := closest(last, known, least=0.85)):
             what = f"torch.distributed has no `{last}`: AttributeError"
             yield Hit((), what, f"did you mean `{near}`?", line=call.lineno)
-    nodes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Name)] if missing else []
+    nodes = [*walk(tree_of(document), ast.Name)] if missing else []
     bound = {one.id for one in nodes if isinstance(one.ctx, ast.Store)}
     for node in (one for one in nodes if one.id in missing and _certain(document, one)):
         if near := closest(node.id, bound, least=0.85):
@@ -176,7 +177,7 @@ def _certain(document: Document, node: ast.AST) -> bool:
 @loop_rule("error", "transformers/modeling_utils.py: resize_token_embeddings; torch: index out of range")
 def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
     """The model's embedding has no row for a new token until it is resized: an index error."""
-    program, texts = ast.unparse(tree_of(document)), " ".join(one.text for one in setup.of("training"))
+    program, texts = code_of(document), " ".join(one.text for one in setup.of("training"))
     made, full = made_by(document), has_no_spare_rows(document, setup)
     trains = full and _LOADS.search(program) and not _MAKES_ROWS.search(texts)
     for call in calls(document, "add_tokens", "add_special_tokens") if trains else ():
@@ -192,7 +193,7 @@ def new_tokens_without_rows(document: Document, setup: Setup) -> Iterator[Hit]:
 
 def made_by(document: Document) -> dict[str, str]:
     """The call that made a name's value; of a model that DeepSpeed got, deepspeed.initialize."""
-    program, made = ast.unparse(tree_of(document)), dict[str, str]()
+    program, made = code_of(document), dict[str, str]()
     for names_, call in _MADE.findall(program):
         first, *others = names_.split(", ")
         kept = call.endswith(".prepare") and is_optimizer(made.get(first, ""))  # it stays what it was
@@ -208,7 +209,7 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
     full = "FULL_STATE_DICT" in texts or (setup.training("fsdp") and "SHARDED_STATE_DICT" not in texts)
     found, others_call, known = dict[int, tuple[str, str]](), set[str](), values_of(document)
     modules = modules_of(document)
-    parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row}
+    parts = {name for row in SHARDED.findall(code_of(document)) for name in row}
     wraps = [*calls(document, "fully_shard", "FullyShardedDataParallel")]
     for where, body, others in branches(document):
         others_call |= {ast.unparse(call.func).rpartition(".")[2] for call in within(*others)}
@@ -378,7 +379,7 @@ def accumulate_is_missing(document: Document, setup: Setup) -> Iterator[Hit]:
     count, program, known = _accumulated(document), tree_of(document), values_of(document)
     if re.search(r"\.accumulate\(|no_sync|sync_gradients", document.text):
         return
-    for test in (one for one in ast.walk(program) if isinstance(one, ast.If)):
+    for test in walk(program, ast.If):
         body = "\n".join(map(ast.unparse, test.body))
         waits = "%" in ast.unparse(spelled_out(test.test, known))
         around_all = not waits and any(isinstance(one, ast.For | ast.While) for one in ast.walk(test))

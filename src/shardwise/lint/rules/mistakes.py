@@ -13,7 +13,8 @@ from shardwise.lint.rules.accelerate import given_twice
 from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.families import has_no_spare_rows
 from shardwise.lint.rules.loop import SHARDED, around, made_by
-from shardwise.lint.rules.training import calls, given_to_trainers, known_values, tree_of, values_of
+from shardwise.lint.rules.program import calls, code_of, known_values, tree_of, values_of, walk, words_of
+from shardwise.lint.rules.training import given_to_trainers
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_run import own_parts
@@ -44,7 +45,7 @@ def _quantized(document: Document) -> str:
 
 def _passed_on(document: Document) -> bool:
     """Whether a function that is not of a known library makes or gets the model: it may add adapters."""
-    text = ast.unparse(tree_of(document))
+    text = code_of(document)
     brought = re.sub(r" as \w+", "", "|".join(_OF_OTHERS.findall(text)))
     theirs = brought.replace(", ", "|").replace("*", r"\w+")
     return bool(theirs and re.search(_PASSES.replace("NAMES", theirs), text))
@@ -103,7 +104,7 @@ def adapters_given_wrongly(document: Document, setup: Setup) -> Iterator[Hit]:
 @training_rule("error", "peft/utils/other.py: prepare_model_for_kbit_training; read in 0.21")
 def adapters_are_frozen(document: Document, _: Setup) -> Iterator[Hit]:
     """`prepare_model_for_kbit_training` freezes all parameters: after get_peft_model also the adapters."""
-    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    made = [*walk(tree_of(document), ast.Assign)]
     flow, later = values_of(document).flow, re.search(r"requires_grad(_\(|\s*= *True)", document.text)
     for call in calls(document, "prepare_model_for_kbit_training") if not later else ():
         model = ast.unparse(call.args[0]) if call.args else ""
@@ -136,8 +137,7 @@ def read_before_assignment(document: Document, _: Setup) -> Iterator[Hit]:
         if reads:
             said = ", ".join(f"`{name}` in line {document.at(first[name].lineno)}" for name in reads)
             what = f"`{function.name}` gives a first value to {said}, and reads it before: UnboundLocalError"
-            fix = "give it a value above, or take it as an argument"
-            yield Hit((), what, fix, line=min(reads.values()))
+            yield Hit((), what, "give it a value above, or take it as an argument", line=min(reads.values()))
 
 
 @training_rule("error", "PyYAML keeps the last key; LLaMA-Factory: OmegaConf.load")
@@ -257,8 +257,7 @@ def sampler_and_shuffle(document: Document, _: Setup) -> Iterator[Hit]:
     """A DataLoader takes `sampler` or `shuffle=True`: with both it stops with a ValueError."""
     known = values_of(document)
     for call in calls(document, "DataLoader"):
-        given = {one.arg: one.value for one in call.keywords}
-        said = {name: ast.unparse(known.meant(value)) for name, value in given.items()}
+        said = {name: ast.unparse(known.meant(value)) for name, value in words_of(call).items()}
         if said.get("shuffle") == "True" and said.get("sampler", "None") not in ("None", ""):
             sure = "Sampler(" in said["sampler"] and " if " not in said["sampler"]  # a name may be None
             yield Hit((), fix="remove shuffle=True", severity=None if sure else "warning", line=call.lineno)
@@ -292,8 +291,8 @@ def clips_wrong_gradients(document: Document, _: Setup) -> Iterator[Hit]:
         if not all(values_of(document).flow.apart(one, call) for one in calls(document, "scale")):
             yield Hit((), fix="scaler.unscale_(optimizer) before it", line=call.lineno)
     wraps = [*calls(document, "FullyShardedDataParallel")]
-    parts = {name for row in SHARDED.findall(ast.unparse(tree_of(document))) for name in row if wraps}
-    for call in clips if not _NO_SHARD.search(ast.unparse(tree_of(document))) else ():
+    parts = {name for row in SHARDED.findall(code_of(document)) for name in row if wraps}
+    for call in clips if not _NO_SHARD.search(code_of(document)) else ():
         held = [name for name in parts if call.args and ast.unparse(call.args[0]) == f"{name}.parameters()"]
         apart = any(values_of(document).flow.apart(one, call) for one in wraps)
         if held and not apart and "_norm_" in ast.unparse(call.func):
@@ -321,7 +320,7 @@ def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
                 what = "the rows are padded on the left, and -100 hides as many tokens from the left: "
                 what += "of the padding, and not the prompt"
                 yield Hit((), what, "padding_side='right'; or mask before padding", line=one.lineno)
-    given = [one for one in ast.walk(program) if isinstance(one, ast.Assign)]
+    given = [*walk(program, ast.Assign)]
     texts = {one: ast.unparse(one) for one in given}
     shifts = "ForCausalLM" in document.text and not _OWN_SHIFT.search(document.text)
     for node, text in texts.items():
@@ -346,14 +345,14 @@ def labels_do_not_fit(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("warning", "https://huggingface.co/docs/transformers/chat_templating: add_generation_prompt")
 def another_answer_begins(document: Document, _: Setup) -> Iterator[Hit]:
     """A row that ends with its answer gets the beginning of one more, which the model learns to write."""
-    rows = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    rows = [*walk(tree_of(document), ast.Assign)]
     ended = {ast.unparse(one.targets[0]) for one in rows if _ANSWERED.search(ast.unparse(one.value))}
     plain = "SFTTrainer" in document.uses and not _GENERATES.search(document.text)
     for call in calls(document, "apply_chat_template") if "rain(" in document.text else ():
         given = {one.arg: ast.unparse(one.value) for one in call.keywords}
         said = [ast.unparse(call), *(ast.unparse(one.targets[0]) for one in rows if one.value is call)]
         texts = "|".join(map(re.escape, said)) if plain else "^"
-        row = re.search(rf"'text': ({texts})[,}}]", ast.unparse(tree_of(document)))
+        row = re.search(rf"'text': ({texts})[,}}]", code_of(document))
         ends = row or (call.args and ast.unparse(call.args[0]) in ended)
         if ends and given.get("add_generation_prompt") == "True":
             yield Hit(("add_generation_prompt",), fix="add_generation_prompt=False", line=call.lineno)
@@ -372,7 +371,7 @@ def resume_without_optimizer(document: Document, _: Setup) -> Iterator[Hit]:
 @training_rule("warning", "peft/tuners/lora/config.py 0.21: modules_to_save, trainable_token_indices")
 def new_tokens_are_not_trained(document: Document, setup: Setup) -> Iterator[Hit]:
     """The rows of new tokens stay as `resize_token_embeddings` makes them: adapters train no embedding."""
-    adapters, program = [*calls(document, "LoraConfig")], ast.unparse(tree_of(document))
+    adapters, program = [*calls(document, "LoraConfig")], code_of(document)
     rows = document.get("tokens") if document.get("adapter") in ("lora", "qlora") else None  # of Axolotl
     for word in rows if isinstance(rows, list) and not document.get("lora_modules_to_save") else ():
         if _NEW.fullmatch(str(word)) or has_no_spare_rows(document, setup):

@@ -10,7 +10,7 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.edit import Change, Drop, Put, Rename
 from shardwise.lint.finding import Hit, rule, training_rule
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, is_optimizer
+from shardwise.lint.rules.program import calls, is_optimizer
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import as_number, closest, names, table
 from shardwise.lint.setup import Setup

@@ -9,7 +9,7 @@ from shardwise.lint.edit import Drop, Put
 from shardwise.lint.finding import Hit, Severity, rule, training_rule
 from shardwise.lint.rules.accelerate import DS, FSDP
 from shardwise.lint.rules.devices import gpu_without_bf16
-from shardwise.lint.rules.training import calls, known_values, tree_of, values_of
+from shardwise.lint.rules.program import calls, code_of, known_values, tree_of, values_of
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import pattern
 from shardwise.lint.setup import Setup
@@ -167,7 +167,7 @@ def fp16_needs_fp32_weights(document: Document, setup: Setup) -> Iterator[Hit]:
     asked = document.on("fp16") or any(one.get("mixed_precision") == "fp16" for one in said)
     others = setup.of("deepspeed") or any("_config" in one.text for one in files)
     scaler = re.search(r"^(?!\s*(from|import)).*\bGradScaler\(", text, re.MULTILINE)
-    program = "" if others else ast.unparse(tree_of(document))
+    program = "" if others else code_of(document)
     trains = "" if _MASTERS.search(text) else program
     for call in calls(document, "from_pretrained") if trains else ():
         named = re.search(rf"(?m)^ *([\w.]+) = {re.escape(ast.unparse(call))}(.*)$", trains)
@@ -255,7 +255,7 @@ def _steps_plainly(setup: Setup) -> bool:
 @training_rule("warning", "torch/optim/adamw.py: addcdiv_ on the weights; bf16 has 8 bits of mantissa")
 def bf16_rounds_updates_away(document: Document, setup: Setup) -> Iterator[Hit]:
     """A step of Adam is about the learning rate: bf16 rounds it away at weights 512 times as large."""
-    program = _OF_OTHERS.sub("", _OR_FP32.sub("torch.bfloat16", ast.unparse(tree_of(document))))
+    program = _OF_OTHERS.sub("", _OR_FP32.sub("torch.bfloat16", code_of(document)))
     models = [] if _EXACT.search(program) else [*_models_in_bf16(document, setup)]
     known = known_values(document, setup)
     managed = re.search(r"Trainer\(|Accelerator\(", program)

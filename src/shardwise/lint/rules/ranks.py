@@ -8,7 +8,8 @@ from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.branches import branches, on_one, spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
-from shardwise.lint.rules.training import calls, distributed, is_optimizer, tree_of, values_of, within
+from shardwise.lint.rules.program import calls, code_of, is_optimizer, tree_of, values_of, walk, within
+from shardwise.lint.rules.training import distributed
 from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.setup import Setup
 
@@ -43,7 +44,7 @@ _UNPREPARED: dict[str, str] = table("unprepared")
 
 def _of_a_library(document: Document) -> bool:
     """Whether the script calls a Trainer that is not all its own."""
-    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    made = [*walk(tree_of(document), ast.ClassDef)]
     bases = {one.name: [ast.unparse(base) for base in one.bases] for one in made}
     called = {name for name in document.uses if name.endswith("Trainer")}
     for _ in made:
@@ -55,7 +56,7 @@ def _of_a_library(document: Document) -> bool:
 def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a DistributedSampler all train on the same rows; an Accelerator divides a sampler's again."""
     own = {"deepspeed.initialize", "deepspeed.initialize(training_data)"} & document.uses
-    loads, program = re.search(r"\bDataLoader\(", document.text), ast.unparse(tree_of(document))
+    loads, program = re.search(r"\bDataLoader\(", document.text), code_of(document)
     engine = own == {"deepspeed.initialize"} and distributed(setup)
     map_style = _MAP_STYLE.search(program)
     alone = own or not _WRAPS.search(program) or setup.world_size == 1
@@ -80,7 +81,7 @@ def no_sampler(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, "rank=torch.distributed.get_rank()", line=call.lineno)
     prepares = calls(document, "prepare", "prepare_data_loader") if "Accelerator" in document.uses else ()
     prepared = {ast.unparse(one) for call in prepares for one in call.args}
-    made = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign)]
+    made = [*walk(tree_of(document), ast.Assign)]
     for load in (one.value for one in made if ast.unparse(one.targets[0]) in prepared):
         words = load.keywords if isinstance(load, ast.Call) else []
         sampler = " ".join(ast.unparse(known.meant(one.value)) for one in words if one.arg == "sampler")
@@ -119,14 +120,13 @@ def sampler_without_set_epoch(document: Document, setup: Setup) -> Iterator[Hit]
     epochs = re.search(r"for [^\n]*epoch[^\n]* in ", document.text)
     sets = re.search(r"set_epoch|\.prepare\(|[Ll]ightning", document.text) or _of_a_library(document)
     if made and epochs and not sets and ".set_epoch(" not in setup.scripts:
-        fix = "sampler.set_epoch(epoch) at the beginning of each epoch"
-        yield Hit((), fix=fix, line=made[0].lineno)
+        yield Hit((), fix="sampler.set_epoch(epoch) at the beginning of each epoch", line=made[0].lineno)
 
 
 @loop_rule("error", "torch.cuda.set_device; transformers/trainer.py: is_model_parallel; read in 5.23")
 def one_gpu_for_all(document: Document, setup: Setup) -> Iterator[Hit]:
     """All processes use the same GPU, and the others stay idle: each must take that of its own rank."""
-    program, known = ast.unparse(tree_of(document)), values_of(document)
+    program, known = code_of(document), values_of(document)
     counts = (one.number(name) for one in setup.documents for name in _NODES)
     nodes = max(filter(None, counts), default=1 if setup.launched or "LOCAL_RANK" not in program else 0)
     for call in calls(document, "set_device", "device", "to", "cuda") if nodes != 1 else ():
@@ -186,7 +186,7 @@ def every_process_saves(document: Document, setup: Setup) -> Iterator[Hit]:
 @loop_rule("error", "accelerate/accelerator.py: prepare", versions="accelerate<2")
 def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     """`accelerator.prepare` divides rows, averages gradients, shards: not for what it is not given."""
-    text, given = ast.unparse(tree_of(document)), list[ast.expr]()
+    text, given = code_of(document), list[ast.expr]()
     for call in calls(document, *_PREPARES) if "Accelerator" in document.uses else ():
         given += call.args
     if not all(isinstance(one, ast.Name | ast.Attribute) for one in given) or ".backward(" not in text:
@@ -200,7 +200,7 @@ def not_prepared(document: Document, _: Setup) -> Iterator[Hit]:
     made = made_by(document)
     named = [(one, "model", place) for place, one in _TRAINED.findall(text)]
     named += [(one, "optimizer", one) for one in made if is_optimizer(made[one]) and f"{one}.step" in text]
-    iterated = (one.iter for one in ast.walk(tree_of(document)) if isinstance(one, ast.For))
+    iterated = (one.iter for one in walk(tree_of(document), ast.For))
     parts = [part for loop in iterated for part in ast.walk(loop)]
     loops = " ".join(ast.unparse(one) for part in parts for one in (part, values_of(document).meant(part)))
     loaders = [one for one in made if made[one].endswith("DataLoader") and not _HELD_OUT.search(one)]
@@ -225,7 +225,7 @@ def _last(name: str) -> str:
 @loop_rule("error", "torch/distributed/fsdp: fully_shard; peft: get_peft_model adds parameters")
 def optimizer_made_early(document: Document, _: Setup) -> Iterator[Hit]:
     """FSDP replaces a model's parameters, PEFT freezes and adds some: an earlier optimizer trains nothing."""
-    text = ast.unparse(tree_of(document))
+    text = code_of(document)
     for _, name, made, by, model, between, wraps in _EARLY.findall(text):
         again = re.search(rf"^ *(.*, )?({model}|{name})(, .*)? = ", between, re.MULTILINE)
         again = (
@@ -241,7 +241,7 @@ def optimizer_made_early(document: Document, _: Setup) -> Iterator[Hit]:
 @loop_rule("error", "torch/nn/parallel/distributed.py: forward prepares the reducer")
 def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
     """DistributedDataParallel averages the gradients of its own forward only."""
-    program, text = tree_of(document), ast.unparse(tree_of(document))
+    program, text = tree_of(document), code_of(document)
     loops = [one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)]
     trains = [call for one in loops if ".backward(" in ast.unparse(one) for call in within(one)]
     for _, wrapper, model in _DDP.findall(text) if setup.world_size != 1 else ():
@@ -262,8 +262,7 @@ def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
     inside = {part for one in closed for part in ast.walk(one)}
     if closed and passes <= inside and setup.world_size != 1 and not _REDUCES.search(text):
         what = "every forward and backward pass is in `no_sync`: no gradients are averaged between processes"
-        fix = "the last micro-batch of a step outside of it"
-        yield Hit((), what, fix, line=closed[0].lineno)
+        yield Hit((), what, "the last micro-batch of a step outside of it", line=closed[0].lineno)
 
 
 def _never_averages(node: ast.With) -> bool:
@@ -311,7 +310,7 @@ def one_process_trains_alone(document: Document, setup: Setup) -> Iterator[Hit]:
     program = tree_of(document)
     if setup.world_size == 1 or not _JOINS.search(text := ast.unparse(program)):
         return
-    made, functions = made_by(document), (n for n in ast.walk(program) if isinstance(n, ast.FunctionDef))
+    made, functions = made_by(document), walk(program, ast.FunctionDef)
     own = {one.name: [*within(*one.body)] for one in functions}
     for where, body, others in branches(document):
         (mine, step), (its, theirs) = _trained(body, own, made), _trained(others, own, made)
@@ -335,7 +334,7 @@ def one_process_trains_alone(document: Document, setup: Setup) -> Iterator[Hit]:
 def split_of_each_process(document: Document, setup: Setup) -> Iterator[Hit]:
     """Without a seed each process splits the rows by chance: what one holds out, others train on."""
     several = (setup.world_size or 0) > 1
-    several |= setup.world_size is None and _WRAPS.search(ast.unparse(tree_of(document))) is not None
+    several |= setup.world_size is None and _WRAPS.search(code_of(document)) is not None
     known = values_of(document)
     for call in calls(document, "random_split", "train_test_split") if several else ():
         given = {one.arg: ast.unparse(one.value) for one in call.keywords}

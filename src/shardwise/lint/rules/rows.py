@@ -10,7 +10,7 @@ from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.loop import made_by
-from shardwise.lint.rules.training import calls, tree_of, values_of, within
+from shardwise.lint.rules.program import all_code, calls, code_of, tree_of, values_of, walk, within, words_of
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.setup import ModelFacts, Setup
 
@@ -24,14 +24,14 @@ _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "cau
 @training_rule("error", "transformers/trainer.py 5.23: _set_signature_columns_if_needed")
 def columns_are_dropped(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer drops columns that the model's forward does not take: who reads them gets a KeyError."""
-    classes = {one.name: one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)}
+    classes = {one.name: one for one in walk(tree_of(document), ast.ClassDef)}
     plain = {"Trainer", "Seq2SeqTrainer"} - classes.keys()
     own = {name: one for name, one in classes.items() if plain & {*map(ast.unparse, one.bases)}}
     made = [] if _KEEPS.search("".join(d.text for d in setup.documents)) else [*calls(document, *plain, *own)]
     models = [blocks_for(ModelFacts(name=one))[0] for one in named_models(setup)] if made else []
     taken = {"label", "label_ids"}.union(*(one.inputs for one in models if one))
     for call in made if models and all(models) else ():
-        given = {one.arg: one.value for one in call.keywords}
+        given = words_of(call)
         collator = values_of(document).meant(given.get("data_collator", ast.Constant(None)))
         by = ast.unparse(getattr(collator, "func", collator))
         batch = by in (*names("collators"), "None")
@@ -64,8 +64,8 @@ def _keys(reader: Any, method: str, batch: bool) -> dict[str, int]:
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss shifts the labels itself")
 def shift_of_labels(document: Document, setup: Setup) -> Iterator[Hit]:
     """A causal model's logits at a token are for the next one: the labels are shifted once, by its loss."""
-    code = "\n".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
-    causal, text = _CAUSAL.search(code), ast.unparse(tree_of(document))
+    code = all_code(setup)
+    causal, text = _CAUSAL.search(code), code_of(document)
     parts = [p for p in ast.walk(tree_of(document)) if isinstance(p, ast.Slice) and ast.unparse(p) == "1:"]
     if causal and parts and _TWICE.search(text):
         what = "the model's loss shifts the labels once more: each token learns the one after the next"
@@ -125,8 +125,8 @@ def _apart(ids: str, labels: str, function: ast.FunctionDef) -> bool:
 @training_rule("error", "transformers/loss/loss_utils.py: ForCausalLMLoss: a label for each input id")
 def labels_of_another_text(document: Document, setup: Setup) -> Iterator[Hit]:
     """A causal model predicts its own input: labels of another text fit no position of it."""
-    code = " ".join(ast.unparse(tree_of(one)) for one in setup.of("training"))
-    functions = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.FunctionDef))
+    code = all_code(setup)
+    functions = walk(tree_of(document), ast.FunctionDef)
     for one in functions if _CAUSAL.search(code) and not _OF_TWO.search(code) else ():
         rows, given = dict[str, list[ast.expr]](), dict[str, ast.expr]()
         for node in ast.walk(one):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit
 from shardwise.lint.rules.loop import stepped
-from shardwise.lint.rules.training import calls, tree_of, values_of
+from shardwise.lint.rules.program import calls, tree_of, values_of
 from shardwise.lint.schema import pattern
 
 _SCHEDULES, _COUNTS_ALL = map(pattern, ("schedules", "counts_all"))

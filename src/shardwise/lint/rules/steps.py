@@ -9,8 +9,8 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, loop_rule, training_rule
 from shardwise.lint.rules.branches import spelled_out
 from shardwise.lint.rules.loop import around, made_by, stepped
+from shardwise.lint.rules.program import calls, code_of, is_optimizer, tree_of, values_of, walk, within
 from shardwise.lint.rules.schedules import ends_early, followed, never_ends, prepares
-from shardwise.lint.rules.training import calls, is_optimizer, tree_of, values_of, within
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
@@ -94,7 +94,7 @@ def _loops(document: Document) -> Iterator[_Loop]:
 
 def _micro(loop: ast.For | ast.While, backward: ast.AST, steps: Sequence[ast.AST]) -> ast.For | None:
     """The loop of the micro-batches of one step: in `loop`, with `backward`, and without the step."""
-    held = {one: {*ast.walk(one)} for one in ast.walk(loop) if isinstance(one, ast.For) and one is not loop}
+    held = {one: {*ast.walk(one)} for one in walk(loop, ast.For) if one is not loop}
     return next((one for one in held if backward in held[one] and not held[one] & {*steps}), None)
 
 
@@ -109,7 +109,7 @@ def _count(micro: ast.For, known: Values) -> ast.expr | None:
 def not_followed(document: Document) -> Iterator[tuple[int, list[str]]]:
     """The innermost loops of which parts are not known: the line, and what does not show them."""
     program, made, known = tree_of(document), made_by(document), values_of(document)
-    functions = (one for one in ast.walk(program) if isinstance(one, ast.FunctionDef))
+    functions = walk(program, ast.FunctionDef)
     kept = {one.name: text for one in functions if _STEPS.search(text := ast.unparse(one))}
     for loop in (one for one in ast.walk(program) if isinstance(one, ast.For | ast.While)):
         runs = [run.call for run in _runs(loop.body, known)]
@@ -145,7 +145,7 @@ def _moduli(test: ast.AST) -> Iterator[ast.expr]:
 @loop_rule("warning", "autograd adds to .grad; torch/nn/utils/clip_grad.py")
 def loss_not_divided(document: Document, setup: Setup) -> Iterator[Hit]:
     """The gradients of accumulated micro-batches add up: the loss is to be divided by their number."""
-    text = ast.unparse(tree_of(document))  # an Accelerator divides by a number that it gets
+    text = code_of(document)  # an Accelerator divides by a number that it gets
     if not _ACCUMULATES.search(text) and not (setup.of("deepspeed") or setup.of("accelerate")):
         text = text.replace("Accelerator(", "(")
     for loop in _loops(document) if not _OTHERS.search(text) else ():
@@ -230,7 +230,7 @@ def _clears(call: ast.Call, optimizer: str) -> bool:
 @loop_rule("error", "torch/optim/lr_scheduler.py: step")
 def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]:
     """The schedule counts the optimizer's steps, and advances at each micro-batch, or the other way round."""
-    assigned = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.Assign))
+    assigned = walk(tree_of(document), ast.Assign)
     given = {ast.unparse(one.targets[0]): one.value for one in assigned if not prepares(one.value)}
     for loop in _loops(document) if not _OTHERS.search(document.text) else ():
         for run in loop.runs:
@@ -260,7 +260,7 @@ def schedule_counts_otherwise(document: Document, setup: Setup) -> Iterator[Hit]
     for call in calls(document, "step"):
         place, name = around(tree_of(document), call), stepped(call)
         made = given.get(name) if "sched" in name.lower() else None
-        inner = [one for one in ast.walk(place) if isinstance(one, ast.For)]
+        inner = [*walk(place, ast.For)]
         inner = [one for one in inner if ".backward(" in ast.unparse(one)]
         loads = {one.id for loop in inner for one in ast.walk(loop.iter) if isinstance(one, ast.Name)}
         texts = " ".join(followed(made, given)) if isinstance(made, ast.Call) else ""
@@ -298,7 +298,7 @@ def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
         scaled = re.sub(r"^\w*scaler\.scale\((.*)\)\.|\.backward$", r"\1", given)
         loss = re.escape(scaled.removesuffix("backward"))
         place = around(tree_of(document), loop.backward)
-        for one in (one for one in ast.walk(place) if isinstance(one, ast.AugAssign)):
+        for one in walk(place, ast.AugAssign):
             total, text = ast.unparse(one.target), ast.unparse(place)
             frees = rf"(?m)^ *({loss} = .*(item|float|detach|data)|{total} = )|no_grad|{total}\.backward"
             if re.match(rf"\S+ \+= {loss}( [*/] .*)?$", ast.unparse(one)) and not re.search(frees, text):
@@ -309,8 +309,7 @@ def sum_keeps_the_graph(document: Document, _: Setup) -> Iterator[Hit]:
 @loop_rule("warning", "torch/optim/adamw.py: the moments are the optimizer's state")
 def saved_state_is_not_loaded(document: Document, _: Setup) -> Iterator[Hit]:
     """A training that goes on without the optimizer's state begins with other steps than it would take."""
-    program = tree_of(document)
-    others = re.sub(r"torch\.save\(.*", "", text := ast.unparse(program))
+    others = re.sub(r"torch\.save\(.*", "", text := ast.unparse(tree_of(document)))
     resumes = re.search(r"\.load_state_dict\(", others) and ".backward(" in others
     for call in calls(document, "save") if resumes else ():
         held = values_of(document).meant(call.args[0]) if call.args else call
@@ -336,8 +335,7 @@ def parameters_are_used_up(document: Document, _: Setup) -> Iterator[Hit]:
     """`parameters()` can be read once: what reads it after the optimizer gets none."""
     program = tree_of(document)
     made = {*_GENERATORS.findall(ast.unparse(program))}
-    given = (one for one in ast.walk(program) if isinstance(one, ast.Assign))
-    sets = [(ast.unparse(one.targets[0]), one.lineno) for one in given]
+    sets = [(ast.unparse(one.targets[0]), one.lineno) for one in walk(program, ast.Assign)]
     reads = [one for one in within(program) if one.args and ast.unparse(one.args[0]) in made]
     read = {ast.unparse(one.args[0]): one.lineno for one in reads if is_optimizer(ast.unparse(one.func))}
     for call in (one for one in reads if ast.unparse(one.func).endswith("clip_grad_norm_")):

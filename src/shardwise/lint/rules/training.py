@@ -4,7 +4,6 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from shardwise.lint.document import AUTO, Document
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import imported
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP
+from shardwise.lint.rules.program import calls, known_values, tree_of, values_of, walk
 from shardwise.lint.rules.zero import stage_of
 from shardwise.lint.schema import names, table
-from shardwise.lint.script_inputs import Inputs, name_of
-from shardwise.lint.script_names import derived_of, name_as_imported, nested
+from shardwise.lint.script_inputs import name_of
+from shardwise.lint.script_names import derived_of, nested
 from shardwise.lint.script_settings import ARGUMENT_CLASSES
 from shardwise.lint.script_sums import UNKNOWN
-from shardwise.lint.script_values import Values
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
 
@@ -58,83 +57,17 @@ def has_engine(document: Document, setup: Setup) -> bool:
     return bool(asked or plugin or any(one.section(DS) for one in setup.of("accelerate")))
 
 
-def tree_of(document: Document) -> ast.Module:
-    """The program of a script; an empty one of other files. Rules share it, and leave it as it is."""
-    return _program(document.text if document.syntax == "python" else "")
-
-
-def values_of(document: Document) -> Values:
-    """What the expressions of `tree_of` stand for."""
-    return _values(tree_of(document))
-
-
-@lru_cache(maxsize=8)
-def _program(text: str) -> ast.Module:
-    program = ast.parse(text)
-    name_as_imported(program)
-    return program
-
-
-_values = lru_cache(maxsize=8)(Values)
-
-
-def known_values(document: Document, setup: Setup, config: Document | None = None) -> Values:
-    """The same with the flags of a script's commands, and the defaults of flags and parameters.
-
-    `config`: the file that the script loads; else the first DeepSpeed file.
-    """
-    last, flags = Path(document.name).name, dict[str, Any]()
-    commands = [one for one in setup.of("training") if one.syntax == "shell"]
-    mine = [one for one in commands if Path(str(one.get("script"))).name == last]
-    for one in mine or commands:  # a script that no command starts is a module of the one that is started
-        if one.syntax == "shell":
-            flags |= {name: one.values[name] for name in one.flags & one.values.keys()}
-    config = config or next((one for one in setup.of("deepspeed") if one.syntax == "json"), None)
-    world, content = setup.world_size or "", config.values if config else None
-    given = json.dumps([flags, str(world), content], sort_keys=True, default=str)
-    return _valued(tree_of(document), given)
-
-
-@lru_cache(maxsize=8)
-def _valued(program: ast.Module, given: str) -> Values:
-    flags, world, content = json.loads(given)
-    return Values(program, Inputs(flags, {"WORLD_SIZE": world} if world else {}, content=content))
-
-
-def within(*nodes: ast.AST) -> Iterator[ast.Call]:
-    """All calls in these parts of a program."""
-    return (node for one in nodes for node in ast.walk(one) if isinstance(node, ast.Call))
-
-
-def calls(document: Document, *last: str) -> Iterator[ast.Call]:
-    """The calls of a script whose last name is one of these."""
-    found = within(tree_of(document)) if any(name in document.text for name in last) else ()
-    return (call for call in found if name_of(call.func).rpartition(".")[2] in last)
-
-
 def first_imports(document: Document) -> dict[str, int]:
     """Unsloth and the libraries that it changes: the lines where a script first imports them, at its top."""
     rows = [(one.lineno, _CHANGED.match(ast.unparse(one))) for one in tree_of(document).body]
     return {found[1]: line for line, found in reversed(rows) if found}
 
 
-def modules_of(document: Document) -> dict[str, str]:
-    """The modules that the script's names, as the libraries say them, are imported from."""
-    found = (one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ImportFrom))
-    return {alias.name: str(one.module) for one in found for alias in one.names}
-
-
-def is_optimizer(called: str) -> bool:
-    """Whether a call of this name makes an optimizer, such as bitsandbytes' Adam8bit."""
-    name = re.sub("^(DeepSpeedCPU|Fused|Paged)|W?(8bit)?$", "", called.rpartition(".")[2])
-    return name in ("Adam", "Lion", "Lamb", *names("torch_optimizers"))
-
-
 def distributed(setup: Setup) -> bool:
     """Whether a file or a flag says that several processes run."""
     launcher = setup.training("launcher") not in (None, "python", "python3")
     launcher |= setup.training("deepspeed") not in (None, False)
-    shell = "\n".join(one.text for one in setup.of("training") if one.syntax == "shell")
+    shell = "\n".join(one.text for one in setup.of("training", "shell"))
     alone = re.search(r"(?m)^[^#\n]*CUDA_VISIBLE_DEVICES=[\"']?\d+\b(?!,)", shell)  # one GPU is shown
     several = launcher or bool(setup.of("deepspeed") or setup.of("accelerate"))
     return (several and not alone) or (setup.world_size or 0) > 1
@@ -324,7 +257,7 @@ def given_to_trainers(
             groups.append((DEFAULTS | own | given, call.lineno))
     trainers = every or setup.reader == "trainer" or document.has(_TRAINER_KEYS[0][1])
     if document.syntax != "python" and trainers:
-        scripts = [one for one in setup.of("training") if one.syntax == "python"]
+        scripts = setup.of("training", "python")
         said = [given for one in scripts for given, _ in given_to_trainers(one, setup, every=True)]
         written = said[0] if len(said) == 1 else {}  # by the only call, which reads this file
         open_ = document.syntax != "yaml" or document.has("base_model")  # Axolotl's, and those of a script
@@ -351,7 +284,7 @@ def file_replaces_argument(document: Document, setup: Setup) -> Iterator[Hit]:
 
 def _left_by_the_file(document: Document, config: Document) -> Iterator[Hit]:
     """What the `scheduler` or the `optimizer` of the DeepSpeed file silently leaves out."""
-    classes = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    classes = [*walk(tree_of(document), ast.ClassDef)]
     own = [one for one in classes if any(name_of(base).endswith("Trainer") for base in one.bases)]
     for method in (one for made in own for one in made.body if isinstance(one, ast.FunctionDef)):
         section = method.name.removeprefix("create_")

@@ -12,7 +12,7 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.read import LARGEST_FILE_BYTES, imported
 from shardwise.lint.rules.arguments import tool_of
-from shardwise.lint.rules.training import calls, tree_of
+from shardwise.lint.rules.program import calls, tree_of
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_reads import Readers
@@ -27,7 +27,7 @@ _SHOWN = 8  # names in one finding
 
 def _words_elsewhere(setup: Setup, document: Document) -> set[str]:
     """The words of commands, and of files that scripts import and the command does not name."""
-    scripts = [one for one in setup.of("training") if one.syntax == "python"]
+    scripts = setup.of("training", "python")
     shells = [one.text for one in setup.documents if one.syntax == "shell"]  # which give options, too
     texts = shells if document.syntax != "python" else []
     for path in (path for one in scripts for path in imported(one)):
@@ -62,7 +62,7 @@ def _leaves(values: Mapping[Any, Any], above: Key = ()) -> Iterator[Key]:
 @training_rule("warning", "the scripts' own lines: each use of the settings is among the files")
 def settings_nobody_reads(document: Document, setup: Setup) -> Iterator[Hit]:
     """A setting is given, and no line of the scripts reads it: it is silently ignored."""
-    scripts = [tree_of(one) for one in setup.of("training") if one.syntax == "python"]
+    scripts = [tree_of(one) for one in setup.of("training", "python")]
     program = document.syntax == "python"
     parsed = [*_options(document)] if program else []
     keys = [*_leaves(document.values)] if document.syntax in _LOADS else []

@@ -10,7 +10,8 @@ from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
-from shardwise.lint.rules.training import PLAIN, WORDS, calls, first_imports, given_to_trainers, known_values
+from shardwise.lint.rules.program import calls, known_values
+from shardwise.lint.rules.training import PLAIN, WORDS, first_imports, given_to_trainers
 from shardwise.lint.schema import closest, names, table
 from shardwise.lint.setup import Setup
 

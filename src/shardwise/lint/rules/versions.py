@@ -17,7 +17,8 @@ from shardwise.lint.document import Document
 from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import is_file, lists_pins
-from shardwise.lint.rules.training import PLAIN, calls, first_imports, tree_of, values_of, within
+from shardwise.lint.rules.program import calls, tree_of, values_of, walk, within
+from shardwise.lint.rules.training import PLAIN, first_imports
 from shardwise.lint.schema import names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import Setup
@@ -97,7 +98,7 @@ def argument_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     arguments = names("removed_from_TrainingArguments")
     gone = dict.fromkeys(PLAIN, "") | table("removed_arguments")
     lines, taken_out = first_imports(document), {*_TAKEN_OUT.findall(setup.scripts)}
-    every_class = [one for one in ast.walk(tree_of(document)) if isinstance(one, ast.ClassDef)]
+    every_class = [*walk(tree_of(document), ast.ClassDef)]
     classes = [one for one in every_class if "def __init__(" not in ast.unparse(one)]  # else it is not theirs
     shadowed = {one.name for one in every_class} - {one.name for one in classes}
     unsloth, trl = lines.get("unsloth"), lines.get("trl")
@@ -141,8 +142,7 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
     """A script's parser of TrainingArguments has the arguments of the installed version only."""
     text = setup.scripts
     parsed = re.search(r"(HfArgument|Trl)Parser\(", text) and re.search(_PARSED, text)
-    scripts = [str(one.get("script")) for one in setup.of("training")]
-    by_trl = [one for one in scripts if _OF_TRL.search(one)]
+    by_trl = [one for one in [str(one.get("script")) for one in setup.of("training")] if _OF_TRL.search(one)]
     keys = document.flags if (parsed or by_trl) and document.syntax == "shell" else frozenset()
     of_trainer = document.syntax == "yaml" and document.has("model_name_or_path")
     factory = {*names("of_llama_factory"), "stage"} & document.values.keys()
@@ -162,8 +162,7 @@ def flag_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
             changes = (Rename((old,), new, document.line((old,))),) if new.isidentifier() else ()
             fix = f"{shown} -> {new or 'nothing: remove it'}; or an earlier version"
             unsure = older or left or by_trl or "return_remaining" in text
-            severity: Severity | None = "warning" if unsure else None
-            yield Hit((old,), what, fix, changes, severity)
+            yield Hit((old,), what, fix, changes, "warning" if unsure else None)
 
 
 @training_rule("error", "transformers 5.23, PEFT 0.21, TRL 1.16: import", versions="transformers>=5")
@@ -194,7 +193,7 @@ def import_was_removed(document: Document, setup: Setup) -> Iterator[Hit]:
 
 def _brought(program: ast.Module) -> Iterator[tuple[Any, str, list[str]]]:
     """What brings names of modules: an import, or `transformers.AdamW` after `import transformers`."""
-    plain = {one.name for node in ast.walk(program) if isinstance(node, ast.Import) for one in node.names}
+    plain = {one.name for node in walk(program, ast.Import) for one in node.names}
     for node in ast.walk(program):
         match node:
             case ast.ImportFrom(module=str(path), names=given):

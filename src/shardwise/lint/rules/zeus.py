@@ -6,7 +6,8 @@ from functools import partial
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, rule
-from shardwise.lint.rules.training import calls, distributed
+from shardwise.lint.rules.program import calls
+from shardwise.lint.rules.training import distributed
 from shardwise.lint.setup import Setup
 
 OPTIMIZERS = ("HFGlobalPowerLimitOptimizer", "GlobalPowerLimitOptimizer")
