@@ -103,6 +103,14 @@ class Together:
             time.sleep(_LOOK_EVERY_SECONDS)
         return self._agreed.pop(self._round)
 
+    def wait(self, check: Callable[[], object]) -> None:
+        """A moment of waiting for the others. Raises what `check` does, and what has ended the run."""
+        check()
+        self.tick()
+        if self.over is not None:
+            raise self.elsewhere(self.over)
+        time.sleep(_LOOK_EVERY_SECONDS)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave. Where `error` is this node's own and the others do not know it, they hear why."""
         if isinstance(error, ShardwiseError) and not isinstance(error, ElsewhereError) and self.over is None:
@@ -186,7 +194,8 @@ def join(nodes: Nodes, check: Callable[[], object] = lambda: None) -> Together:
             _host(together, check)
         else:
             _visit(together, check, JOIN_SECONDS)
-            _wait_for_names(together, check)
+            while len(together.names) < nodes.count:
+                together.wait(check)
     except BaseException as error:
         together.close(error)
         raise
@@ -267,10 +276,7 @@ def _host(together: Together, check: Callable[[], object]) -> None:
         while len(together.names) < together.nodes.count:
             hosting.accept(listener)
             hosting.look()
-            check()
-            together.tick()
-            if together.over is not None:
-                raise together.elsewhere(together.over)
+            together.wait(check)
             missing = [str(node) for node in range(together.nodes.count) if node not in together.names]
             if not said and time.monotonic() > until - JOIN_SECONDS + _QUIET_SECONDS:
                 said = True
@@ -280,7 +286,6 @@ def _host(together: Together, check: Callable[[], object]) -> None:
                 what = f"node {', '.join(missing)} did not come to {address}:{port} in {JOIN_SECONDS:.0f} s"
                 fix = "see its output; start all nodes, open the port, set the same SHARDWISE_SECRET"
                 raise MachineError("; ".join([what, *hosting.refused[:3]]), where="--rendezvous", fix=fix)
-            time.sleep(_LOOK_EVERY_SECONDS)
     together.tell({"do": "names", "names": together.names})
 
 
@@ -324,15 +329,6 @@ def _visit(together: Together, check: Callable[[], object], seconds: float) -> N
     channel.send({"do": "hello", "node": nodes.rank, "nodes": nodes.count, "name": name, "now": time.time()})
     _welcome(together, channel, address, port)
     together.channels[0] = channel
-
-
-def _wait_for_names(together: Together, check: Callable[[], object]) -> None:
-    while len(together.names) < together.nodes.count:
-        check()
-        together.tick()
-        if together.over is not None:
-            raise together.elsewhere(together.over)
-        time.sleep(_LOOK_EVERY_SECONDS)
 
 
 def _welcome(together: Together, channel: Channel, address: str, port: int) -> None:

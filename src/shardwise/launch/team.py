@@ -87,12 +87,8 @@ def _importance(ending: dict[str, Any]) -> tuple[bool, bool, bool, bool, float]:
 
 def _to_json(ending: Ending) -> dict[str, Any]:
     return {
-        "code": ending.code,
+        **vars(ending),
         "error": ending.error and ending.error.to_json(),
-        "out_of_memory": ending.out_of_memory,
-        "requested": ending.requested,
-        "follows": ending.follows,
-        "failed_at": ending.failed_at,
         "traceback": ending.traceback[-_LEAVING_CHARS:],
         "log": None if ending.log is None else str(ending.log.absolute()),
     }
