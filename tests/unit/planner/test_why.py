@@ -10,7 +10,7 @@ from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
 from shardwise.planner.plan import Nearest, in_words
 from shardwise.planner.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
-from shardwise.simulate.time.links import slowest_links
+from shardwise.simulate.time.step import slowest_links
 from shardwise.units import GIB
 
 

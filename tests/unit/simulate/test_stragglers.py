@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.simulate.time.stragglers import slowest
+from shardwise.simulate.time.step import slowest
 
 
 @pytest.mark.parametrize(("gpus", "exact"), [(2, 0.5642), (8, 1.4236), (100, 2.5076), (1000, 3.2414)])
