@@ -6,16 +6,15 @@ A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a li
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from shardwise.engines.facts import Rule
-from shardwise.errors import Problem
+from shardwise.errors import JobError, Problem
 from shardwise.hardware.hardware import Hardware
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
 from shardwise.simulate.memory.engine import EngineMemory, WithFp32Parameters
-from shardwise.simulate.memory.replay import peak_memory
+from shardwise.simulate.memory.replay import Run, peak_of, replayed
 from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import StepTrace, fp32_parameters, without
 from shardwise.simulate.time.schedule import Schedule
@@ -59,6 +58,7 @@ class EngineSpec:
     runtime: str  # `module:class` that trains, which imports torch
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     plain = False  # Whether it is PyTorch alone, in one process: where nothing is gained, the simplest choice
+    of_torch = ""  # What PyTorch calls it, where the launcher of DeepSpeed cannot start it
     only_adapters = False  # Whether `auto` leaves it out where all weights are trained
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
@@ -120,14 +120,14 @@ class EngineSpec:
         self, trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
     ) -> Memory:
         """Memory of the fullest GPU. `capacity_bytes`: what the process may use of it, context included."""
-        return peak_memory(
-            trace,
-            strategy,
-            hardware,
-            engine=partial(self.memory, trace, strategy),
-            outside_allocator_bytes=self.outside_allocator_bytes(strategy),
-            capacity_bytes=capacity_bytes,
-        )
+        outside = self.outside_allocator_bytes(strategy)
+        sizes = {"outside_allocator_bytes": outside, "capacity_bytes": capacity_bytes}
+        found = [peak_of(run, hardware, **sizes) for run in self.runs(trace, strategy, hardware)]
+        return max(found, key=lambda memory: memory.needed_bytes)
+
+    def runs(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> list[Run]:
+        """A replay for each GPU of which one is the fullest."""
+        return [lambda size: replayed(trace, strategy, hardware, self.memory(trace, strategy), size)]
 
     def play(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
         """One GPU's step in the steady state."""
@@ -147,6 +147,9 @@ class EngineSpec:
 
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         """Raise JobError where a launcher cannot start the strategy."""
+        if self.of_torch and target == "deepspeed":
+            what = f"the strategy is {self.of_torch}, which is no part of DeepSpeed"
+            raise JobError(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
 
     def script_files(
         self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int

@@ -5,7 +5,6 @@ from shardwise.engines.ddp.time import AdapterSchedule, DdpSchedule
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.facts import Rule, no_offload
 from shardwise.engines.fsdp2.spec import TORCH
-from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.engine import EngineMemory
 from shardwise.simulate.step_trace import StepTrace
@@ -18,6 +17,7 @@ class Ddp(EngineSpec):
 
     name = "ddp"
     memories, schedules = (DdpMemory,), (DdpSchedule,)
+    of_torch = "PyTorch's DDP"
     runtime = "shardwise.engines.ddp.runtime:DdpEngine"
     only_adapters = keeps_fp32 = compresses_gradients = True
     accelerate_type = "MULTI_GPU"
@@ -49,11 +49,6 @@ class Ddp(EngineSpec):
     def schedule(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Schedule:
         make = AdapterSchedule if sums_once(trace, strategy) else DdpSchedule
         return make(trace, strategy, hardware)
-
-    def check_launcher(self, target: str, strategy: Strategy) -> None:
-        if target == "deepspeed":
-            what = "the strategy is PyTorch's DDP, which is no part of DeepSpeed"
-            raise JobError(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
 
     def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
         if not strategy.powersgd and strategy.reduce_dtype == "auto":

@@ -6,7 +6,6 @@ from shardwise.engines.descriptor import EngineSpec, ScriptFiles, Shards
 from shardwise.engines.facts import Rule
 from shardwise.engines.fsdp2.memory import Fsdp2Memory
 from shardwise.engines.fsdp2.time import Fsdp2Schedule
-from shardwise.errors import JobError
 from shardwise.job import schema
 from shardwise.job.strategies import Parts
 from shardwise.strategy import Strategy
@@ -21,6 +20,7 @@ class Fsdp2(EngineSpec):
 
     name = "fsdp2"
     memories, schedules = (Fsdp2Memory,), (Fsdp2Schedule,)
+    of_torch = "FSDP2"
     runtime = "shardwise.engines.fsdp2.runtime:FsdpEngine"
     sets_checkpointing = True
     accelerate_type = "FSDP"
@@ -52,11 +52,6 @@ class Fsdp2(EngineSpec):
 
     def shards(self, stage: int) -> Shards:
         return Shards(optimizer=True, gradients=True, parameters=True)
-
-    def check_launcher(self, target: str, strategy: Strategy) -> None:
-        if target == "deepspeed":
-            what = "the strategy is FSDP2, which is no part of DeepSpeed"
-            raise JobError(what, where="--to deepspeed", fix="--to accelerate or --to torchrun")
 
     def script_files(
         self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int

@@ -6,6 +6,7 @@ to receive each micro-batch of a step in (stage.py: _setup_forward_recv_info, _c
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from shardwise.engines.pipeline.split import HALF, Stage, sent_bytes, stages_of
 from shardwise.engines.pipeline.stages import order, stage_count
@@ -14,9 +15,8 @@ from shardwise.simulate.memory.allocator import CachingAllocator
 from shardwise.simulate.memory.engine import SummedGradients, fill
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.replay import STEPS, peak_of, replay_steps, workspace_bytes
+from shardwise.simulate.memory.replay import STEPS, Run, replay_steps, workspace_bytes
 from shardwise.simulate.memory.spans import Step, steps
-from shardwise.simulate.prediction import Memory
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
@@ -80,26 +80,11 @@ class RankMemory(SummedGradients):
             memory.scratch(BUFFERS, size, size * self._ranks)
 
 
-def pipeline_memory(
-    trace: StepTrace,
-    strategy: Strategy,
-    hardware: Hardware,
-    *,
-    outside_allocator_bytes: int,
-    capacity_bytes: int,
-) -> Memory:
-    """Memory of the fullest GPU of all stages."""
+def runs(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> list[Run]:
+    """A replay for each rank of which one is the fullest."""
     stages = stages_of(trace, stage_count(strategy))
-    found = [
-        peak_of(
-            lambda size, rank=rank: _run(trace, strategy, hardware, stages, rank, size),  # type: ignore[misc]
-            hardware,
-            outside_allocator_bytes=outside_allocator_bytes,
-            capacity_bytes=capacity_bytes,
-        )
-        for rank in fullest_ranks(strategy, [len(stage.blocks) for stage in stages])
-    ]
-    return max(found, key=lambda memory: memory.needed_bytes)
+    ranks = fullest_ranks(strategy, [len(stage.blocks) for stage in stages])
+    return [partial(_run, trace, strategy, hardware, stages, rank) for rank in ranks]
 
 
 def fullest_ranks(strategy: Strategy, blocks: Sequence[int]) -> list[int]:

@@ -5,12 +5,12 @@ from functools import partial
 from shardwise.engines.descriptor import MIB, EngineSpec, Shards
 from shardwise.engines.facts import Architecture, Facts, Rule, no_offload
 from shardwise.engines.fsdp2.spec import TORCH
-from shardwise.engines.pipeline.memory import pipeline_memory
+from shardwise.engines.pipeline.memory import runs
 from shardwise.engines.pipeline.stages import rounds, stage_count
 from shardwise.engines.pipeline.time import play_pipeline
 from shardwise.errors import JobError
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.prediction import Memory
+from shardwise.simulate.memory.replay import Run
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.simulate.time.step import Played
 from shardwise.strategy import Strategy
@@ -136,12 +136,8 @@ class Pipeline(EngineSpec):
     def outside_allocator_bytes(self, strategy: Strategy) -> int:
         return super().outside_allocator_bytes(strategy) + min(strategy.pipeline - 1, 2) * PEER_BYTES
 
-    def peak_memory(
-        self, trace: StepTrace, strategy: Strategy, hardware: Hardware, *, capacity_bytes: int
-    ) -> Memory:
-        outside = self.outside_allocator_bytes(strategy)
-        sizes = {"outside_allocator_bytes": outside, "capacity_bytes": capacity_bytes}
-        return pipeline_memory(trace, strategy, hardware, **sizes)
+    def runs(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> list[Run]:
+        return runs(trace, strategy, hardware)
 
     def play(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> Played:
         return play_pipeline(trace, strategy, hardware)

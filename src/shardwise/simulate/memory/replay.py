@@ -33,30 +33,8 @@ Run = Callable[[int], tuple[GpuMemory, int]]
 how often the last step gave the allocator's cache back. OutOfMemoryError: they are not enough."""
 
 
-def peak_memory(
-    trace: StepTrace,
-    strategy: Strategy,
-    hardware: Hardware,
-    *,
-    engine: Callable[[], EngineMemory],
-    outside_allocator_bytes: int,
-    capacity_bytes: int,
-) -> Memory:
-    """Memory of the fullest GPU, whose process may use `capacity_bytes`, context included.
-
-    `engine` makes the engine's allocations, before anything is built. `outside_allocator_bytes`: GPU memory
-    of the process outside torch's allocator.
-    """
-    return peak_of(
-        lambda size: _run(trace, strategy, hardware, engine(), allocator_bytes=size),
-        hardware,
-        outside_allocator_bytes=outside_allocator_bytes,
-        capacity_bytes=capacity_bytes,
-    )
-
-
 def peak_of(run: Run, hardware: Hardware, *, outside_allocator_bytes: int, capacity_bytes: int) -> Memory:
-    """The memory of a replay, `run`.
+    """Memory of the fullest GPU, whose process may use `capacity_bytes`, context included.
 
     Where the GPU has room for all tensors but not for the allocator's cache, it is that of a run whose
     allocator gives its cache back, if that is enough.
@@ -88,8 +66,8 @@ def peak_of(run: Run, hardware: Hardware, *, outside_allocator_bytes: int, capac
     )
 
 
-def _run(
-    trace: StepTrace, strategy: Strategy, hardware: Hardware, engine: EngineMemory, *, allocator_bytes: int
+def replayed(
+    trace: StepTrace, strategy: Strategy, hardware: Hardware, engine: EngineMemory, allocator_bytes: int
 ) -> tuple[GpuMemory, int]:
     """The memory after it was built and two steps, and how often the second gave the allocator's cache back.
 
@@ -107,7 +85,8 @@ def _run(
         for micro_batch in range(count):
             last = micro_batch == count - 1
             engine.begin(memory, micro_batch, last=last)
-            _replay(trace, memory, engine, 0 if number or micro_batch else workspace)
+            once = 0 if number or micro_batch else workspace
+            replay_steps(trace, steps(trace), memory, engine, once, {})
             engine.end(memory, micro_batch, last=last)
         memory.at("optimizer")
         engine.step(memory)
@@ -120,11 +99,6 @@ def workspace_bytes(hardware: Hardware) -> int:
     return WORKSPACE_BYTES if new else SMALL_WORKSPACE_BYTES
 
 
-def _replay(trace: StepTrace, memory: GpuMemory, engine: EngineMemory, workspace: int) -> None:
-    """Replay one micro-batch. `workspace`: bytes that the first matrix product of each pass allocates."""
-    replay_steps(trace, steps(trace), memory, engine, workspace, {})
-
-
 def replay_steps(
     trace: StepTrace,
     part: Iterable[Step],
@@ -133,7 +107,11 @@ def replay_steps(
     workspace: int,
     addresses: dict[int, int],
 ) -> None:
-    """Replay a part of a trace's steps; `addresses`: of the micro-batch's tensors, which later parts free."""
+    """Replay a part of a trace's steps.
+
+    `workspace`: bytes that the first matrix product of each pass allocates. `addresses`: of the micro-batch's
+    tensors, which later parts free.
+    """
     names = [unit.name if unit.block < 0 else f"block {unit.block}" for unit in trace.units]
     for span, event in part:
         if span is not None:

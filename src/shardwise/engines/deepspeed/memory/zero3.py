@@ -34,6 +34,7 @@ class Zero3Memory(EngineMemory):
         self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
+        self._part = self._coordinator.part
         blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
         self._unit_of = {parameter: i for i, unit in blocks for parameter in unit.parameters}
         self._output_gradient = _output_gradient_bytes(trace)
@@ -44,9 +45,6 @@ class Zero3Memory(EngineMemory):
         self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
         self._in_backward, self._last, self._states = False, True, False
-
-    def _part(self, parameter: int) -> int:
-        return self._coordinator.part(parameter)
 
     def _sub_groups(self) -> list[list[int]]:
         """Trainable parameters that are stepped together (_create_fp16_sub_groups)."""
