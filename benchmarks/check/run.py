@@ -38,7 +38,7 @@ def findings(files: list[Path], **flags: Any) -> list[dict[str, Any]]:
         return [{"severity": "input", "rule": "", "file": str(files[0]), "line": 1, "what": str(error)}]
     return [
         {name: getattr(one, name) for name in ("severity", "rule", "file", "line")}
-        for one in report.checked.findings
+        for one in report.findings
         if one.severity != "note"
     ]
 

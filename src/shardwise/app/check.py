@@ -34,25 +34,15 @@ _OF_DEFAULTS = ("throughput-timer", "clipping-default")  # which nearly every fi
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(Checked):
     """Findings, what was fixed, and whether the configuration fits."""
 
-    checked: Checked
     fixed: tuple[Finding, ...]
     fits: tuple[Fit, ...]
     """One for each job file, else one; none where no GPUs or no model were named."""
     tiny: Tiny | None = None
     """None where no tiny run was asked for."""
     fixing: bool = False  # whether fixes were to be applied
-
-    @property
-    def failed(self) -> bool:
-        """Whether a finding is an error."""
-        return self.checked.failed
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        return self.checked.findings
 
     @property
     def fit(self) -> Fit | None:
@@ -64,7 +54,7 @@ class Report:
 
     def text(self, *, errors_only: bool = False) -> str:
         """What `shardwise check` prints: the kind of each file, then the findings, errors first."""
-        kinds = headings(self.checked)
+        kinds = headings(self)
         below = "\n" + " " * len("fixed: ")
         blocks = [
             f"fixed: {one.file}: {one.fix.replace('; ', below)}  [{one.rule}]\n"
@@ -83,7 +73,7 @@ class Report:
         hidden = rules and not errors_only
         last += [f"not shown: {rules}, which nearly every file has; --json has them"] * bool(hidden)
         last += [counted(self.findings)]
-        last += [f"not judged: {one}" for one in unreached(self.checked.setup)]
+        last += [f"not judged: {one}" for one in unreached(self.setup)]
         if self.fixing:
             left = [one for one in self.findings if one.severity != "note"]
             count = sum(len(one.keys) or 1 for one in self.fixed)
@@ -94,7 +84,7 @@ class Report:
         return printable("\n\n".join(paragraphs))
 
     def to_json(self) -> dict[str, Any]:
-        setup, findings = self.checked.setup, self.checked.findings
+        setup, findings = self.setup, self.findings
         return {
             "schema": 1,
             "deepspeed": setup.deepspeed,
@@ -166,8 +156,10 @@ def check(
     for fit in fits[::-1]:
         checked = fit.applied(checked)
     tried = run_tiny(checked.setup) if tiny else None
-    checked = replace(checked, findings=(*(tried.findings() if tried else ()), *checked.findings))
-    return Report(checked=checked, fixed=fixed, fits=tuple(fits), tiny=tried, fixing=fix)
+    findings = (*(tried.findings() if tried else ()), *checked.findings)
+    return Report(
+        setup=checked.setup, findings=findings, fixed=fixed, fits=tuple(fits), tiny=tried, fixing=fix
+    )
 
 
 def _fit_of_job(

@@ -61,6 +61,7 @@ class Checked:
 
     @property
     def failed(self) -> bool:
+        """Whether a finding is an error."""
         return any(one.severity == "error" for one in self.findings)
 
 

@@ -63,7 +63,7 @@ def test_a_configuration_after_the_script_is_not_the_launchers(tmp_path: Path) -
     (tmp_path / "train.py").write_text(NO_PARSER)
     (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\nnum_machines: 1\n")
     (tmp_path / "run.sh").write_text("accelerate launch train.py --config_file a.yaml\n")
-    read_files = [Path(one.name).name for one in check_files(tmp_path / "run.sh").checked.setup.documents]
+    read_files = [Path(one.name).name for one in check_files(tmp_path / "run.sh").setup.documents]
     assert read_files == ["run.sh", "train.py"]
 
 
