@@ -246,14 +246,13 @@ def one_process_calls_for_all(document: Document, setup: Setup) -> Iterator[Hit]
 @loop_rule("error", "deepspeed/runtime/zero; run with 0.19.8 at stages 1 to 3", versions=DEEPSPEED)
 def weights_are_elsewhere(document: Document, setup: Setup) -> Iterator[Hit]:
     """ZeRO keeps gradients, and at stage 3 weights, in its own buffers: the model's are empty."""
-    made, stage, nodes = made_by(document), zero_stage(setup), [*ast.walk(tree_of(document))]
-    known = known_values(document, setup)
-    trainers = [call for call in within(*nodes[:1]) if ast.unparse(call.func).endswith("Trainer")]
+    made, stage, known = made_by(document), zero_stage(setup), known_values(document, setup)
+    trainers = [call for call in within(tree_of(document)) if ast.unparse(call.func).endswith("Trainer")]
     given_to = [(one.value, call) for call in trainers for one in call.keywords if one.arg == "model"]
     given_to += [(one, call) for call in trainers for one in call.args[:1]]
     trained = {ast.unparse(model): call.lineno for model, call in given_to}
-    for name in (node for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)):
-        if trained.get(name.id, name.lineno) < name.lineno:
+    for name in walk(tree_of(document), ast.Name):
+        if not isinstance(name.ctx, ast.Load) and trained.get(name.id, name.lineno) < name.lineno:
             del trained[name.id]  # another model since
     savers = ("save", "save_pretrained", "save_file", "_save")
     for call in calls(document, "clip_grad_norm_", *savers) if stage else ():
@@ -334,8 +333,7 @@ def backward_outside_accelerator(document: Document, setup: Setup) -> Iterator[H
     own = ".prepare" in " ".join(made.values()) and accelerated
     steps = has_engine(document, setup)
     count = _accumulated(document)
-    formats = [one.get("mixed_precision") for one in setup.documents]
-    scales = not {"bf16", "no"} & {*formats}
+    scales = not {"bf16", "no"} & {one.get("mixed_precision") for one in setup.documents}
     for call in found if own and not any(call.args for call in found) else ():
         owner = ast.unparse(call.func).removesuffix(".backward")
         if made.get(owner, "").endswith("Accelerator") or "accelerator" in owner.lower():

@@ -79,21 +79,20 @@ def adapters_given_wrongly(document: Document, setup: Setup) -> Iterator[Hit]:
         if twice and given.get("peft_config", "None") != "None":
             what = "the model has adapters already: ValueError `You passed a PeftModel instance together`"
             yield Hit(("peft_config",), what, "remove peft_config, or get_peft_model", line=call.lineno)
-    for node in ast.walk(tree_of(document)):
-        match node:
-            case ast.Expr(value=ast.Call(args=[first, *_]) as lost) if ast.unparse(lost.func).endswith(
-                "get_peft_model"
-            ):
+    for alone in walk(tree_of(document), ast.Expr):
+        match alone.value:
+            case ast.Call(args=[first, *_]) as lost if ast.unparse(lost.func).endswith("get_peft_model"):
                 model = ast.unparse(first)
                 what = f"nothing keeps what get_peft_model returns: `{model}` saves no adapter, "
                 what += "and the Trainer refuses a quantized one"
                 fix = f"{model} = {ast.unparse(lost)}"
                 yield Hit((), what, fix, severity="warning", line=lost.lineno)
-    nodes = [*ast.walk(tree_of(document))] if "LoraConfig(" in document.text else []
-    read = {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
     trains = re.search(r"rainer\b.*\.train\(|\.backward\(", document.text)
     code = re.sub(r"(?m)^\s*#.*", "", setup.scripts)
-    for node in nodes if trains and not _GIVES_ADAPTERS.search(code) else ():
+    if "LoraConfig(" not in document.text or not trains or _GIVES_ADAPTERS.search(code):
+        return
+    read = {one.id for one in walk(tree_of(document), ast.Name) if isinstance(one.ctx, ast.Load)}
+    for node in walk(tree_of(document), ast.Assign):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=made)) if name not in read:
                 if ast.unparse(made).endswith("LoraConfig"):
