@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -40,3 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tokenised data goes to a folder of this test session."""
     os.environ["SHARDWISE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _search_only_what_is_new() -> None:
+    """What torch, transformers and earlier tests have left is not searched for garbage again and again.
+
+    transformers and the code under test ask for such searches; among a million objects each takes a second.
+    """
+    gc.collect()
+    gc.freeze()
