@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ os.environ.update(
         "PYTHONPATH": f"{Path(__file__).parents[1] / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
 )
+
+gc.disable()  # until all is imported: a million objects that last
+
+
+def pytest_collection_finish() -> None:
+    """From here on Python looks for garbage, but among what is new and a tenth as often."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,10 +54,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _search_only_what_is_new() -> None:
+def _search_only_what_is_new() -> Iterator[None]:
     """What torch, transformers and earlier tests have left is not searched for garbage again and again.
 
     transformers and the code under test ask for such searches; among a million objects each takes a second.
     """
+    yield
     gc.collect()
     gc.freeze()

@@ -281,6 +281,7 @@ def _serve(name: str, leader: str) -> None:
 
 
 def _import_all() -> None:
+    gc.disable()  # imports make a million objects that last
     for name in IMPORTED:
         importlib.import_module(name)
     import cpuinfo
@@ -297,6 +298,7 @@ def _import_all() -> None:
     CPUAdamBuilder().load(verbose=False)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _make(
