@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
@@ -26,6 +27,8 @@ os.environ.update(
 )
 
 gc.disable()  # until all is imported: a million objects that last
+if "PYTEST_XDIST_WORKER" in os.environ:  # to take them apart takes seconds
+    atexit.register(os._exit, 0)
 
 
 def pytest_collection_finish() -> None:
@@ -33,6 +36,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Else Triton would call what was not searched lost."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
