@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,22 @@ os.environ.update(
     }
 )
 
+gc.disable()  # until all is imported: a million objects that last
+if "PYTEST_XDIST_WORKER" in os.environ:  # to take them apart takes seconds
+    atexit.register(os._exit, 0)
+
+
+def pytest_collection_finish() -> None:
+    """From here on Python looks for garbage, but among what is new and a tenth as often."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Else Triton would call what was not searched lost."""
+    gc.unfreeze()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped, and said to be, where there is none."""
@@ -40,3 +59,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tokenised data goes to a folder of this test session."""
     os.environ["SHARDWISE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _search_only_what_is_new() -> Iterator[None]:
+    """What torch, transformers and earlier tests have left is not searched for garbage again and again.
+
+    transformers and the code under test ask for such searches; among a million objects each takes a second.
+    """
+    yield
+    gc.collect()
+    gc.freeze()

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from predict import HERE, compare, compare_all, hash_alike, measured_rows
+from predict import HERE, compare_all, hash_alike
 from rows import load_rows
 
 from shardwise.planner.evidence import HOST_BOUND, kind_of
@@ -47,16 +47,16 @@ def as_toml(found: Mapping[str, Mapping[str, Sequence[float]]], gpus: Mapping[st
     return "".join(lines)
 
 
-def computed(comparisons: Sequence[Mapping[str, Any]]) -> str:
+def computed(comparisons: Sequence[Mapping[str, Any]], on_h100: Sequence[Mapping[str, Any]]) -> str:
     """The file: of the ledger's rows, and of those on two H100."""
-    others = measured_rows(HERE / "results" / "h100.jsonl")
-    on_others = [(row, compare(row, others[row.id])) for row in load_rows(HERE / "h100.toml")]
+    rows = load_rows(HERE / "h100.toml")
+    assert [row.id for row in rows] == [one["id"] for one in on_h100], "a row was not measured"
     gpus = {kind: {"H200 SXM"} for kind in table(comparisons)}
-    for row, _ in on_others:
+    for row in rows:
         gpus.setdefault(kind_of(row.resolved()), set()).add("H100 SXM")
-    return as_toml(table([*comparisons, *(one for _, one in on_others)]), gpus)
+    return as_toml(table([*comparisons, *on_h100]), gpus)
 
 
 if __name__ == "__main__":
     hash_alike()
-    TABLE.write_text(computed(compare_all()), encoding="utf-8")
+    TABLE.write_text(computed(compare_all(), compare_all("h100")), encoding="utf-8")

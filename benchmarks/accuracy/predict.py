@@ -1,6 +1,6 @@
 """Compare predictions with the measured rows.
 
-    python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE]
+    python benchmarks/accuracy/predict.py [--set fit] [--match REGEX] [--out FILE] [--h100 FILE]
 
 No GPU is needed. A difference is (predicted - measured) / measured; memory is the worst rank's.
 """
@@ -24,6 +24,7 @@ from typing import Any
 from earlier import earlier_kernels, kernels_of, mixed, with_timer
 from rows import SETS, Row, load_rows
 
+from shardwise.engines import descriptor
 from shardwise.hardware.calibration import host_pace
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
@@ -31,15 +32,21 @@ from shardwise.kernels.target import HOPPER
 from shardwise.objective import objective_of
 from shardwise.planner.evidence import kind_of
 from shardwise.planner.simulate import simulate
-from shardwise.simulate.prediction import Prediction
+from shardwise.simulate.prediction import Prediction, Time
 from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.time.step import predict_time
 from shardwise.trace.trace import Tracer
 
 HERE = Path(__file__).parent
 MEASURED = HERE / "results" / "measured.jsonl"
+RESULTS = {"rows": MEASURED, "h100": HERE / "results" / "h100.jsonl"}
+"""What was measured of the rows of a file."""
 
 BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
 """Largest difference of a set's mean, and of one row (decision 0037)."""
+
+NOT_TRACED = frozenset({"passes", "codes"})
+"""Of `earlier_kernels`, those that no trace depends on."""
 
 ENERGY_SECONDS = 1.0
 """Timed steps of a row whose energy counts: NVML's counter is updated up to ten times a second."""
@@ -93,8 +100,21 @@ def predict(
 
     `in_part`: rows of one and of several documents in a micro-batch, as `shardwise plan` assumes.
     """
-    strategy = row.resolved()
-    tracer = earlier, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
+    trace = _traced(row, earlier=earlier, in_part=in_part)
+    hardware = hardware or parse_hardware(f"{row.gpus}xH200")
+    return simulate(trace, row.resolved(), hardware, memory_cap_bytes=row.memory_cap_bytes)
+
+
+def predict_step(row: Row, *, earlier: frozenset[str], hardware: Hardware, in_part: bool) -> Time:
+    """The time alone: memory, most of a prediction's work, is the same at each pace of the host."""
+    trace, strategy = _traced(row, earlier=earlier, in_part=in_part), row.resolved()
+    played = descriptor(strategy).play(trace, strategy, hardware)
+    return predict_time(trace, strategy, hardware, played)
+
+
+def _traced(row: Row, *, earlier: frozenset[str], in_part: bool) -> StepTrace:
+    strategy, kernels = row.resolved(), earlier - NOT_TRACED
+    tracer = kernels, row.model, row.layers, row.lora, row.variants, row.quantization, row.sequence_length
     trace = _trace(
         *tracer,
         row.precision,
@@ -104,10 +124,7 @@ def predict(
         tensor_parallel=strategy.tensor_parallel,
         single_segment_rows=max(1, row.micro_batch - 1) if in_part else None,
     )
-    if "passes" in earlier:
-        trace = replace(trace, one_shape=False)
-    hardware = hardware or parse_hardware(f"{row.gpus}xH200")
-    return simulate(trace, strategy, hardware, memory_cap_bytes=row.memory_cap_bytes)
+    return replace(trace, one_shape=False) if "passes" in earlier else trace
 
 
 @cache
@@ -210,10 +227,9 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
     """
     gpu = "H100" if "H100" in measured.get("gpu", "") else "H200"
     hardware = hardware or parse_hardware(f"{row.gpus}x{gpu}")
-    prediction, usual = (
-        predict(row, earlier=earlier_kernels(measured), hardware=one, in_part=mixed(measured))
-        for one in (paced(hardware, measured), hardware)
-    )
+    how: dict[str, Any] = {"earlier": earlier_kernels(measured), "in_part": mixed(measured)}
+    prediction = predict(row, hardware=paced(hardware, measured), **how)
+    usual = predict_step(row, hardware=hardware, **how)
     memory = prediction.memory
     predicted = _values(
         reserved=memory.peak_reserved_bytes,
@@ -232,19 +248,19 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
         "gpus": row.gpus,
         "fits": memory.fits,
         "oom": bool(measured["oom"]),
-        "host_share": _host_share(prediction),
+        "host_share": _host_share(prediction.time),
         "predicted": predicted,
         "measured": found,
         "differences": differences,
         "uncalibrated": {
             "host_share": _host_share(usual),
-            "step": _difference("step", {"step": usual.time.step_seconds}, found),
+            "step": _difference("step", {"step": usual.step_seconds}, found),
         },
     }
 
 
-def _host_share(prediction: Prediction) -> float:
-    return prediction.time.launch_seconds / prediction.time.step_seconds
+def _host_share(time: Time) -> float:
+    return time.launch_seconds / time.step_seconds
 
 
 def family(row: Row) -> str:
@@ -326,11 +342,12 @@ def summary_of(differences: Mapping[str, float | None]) -> Summary | None:
     )
 
 
-def compare_all(*, only: str | None = None, match: str = "") -> list[dict[str, Any]]:
-    """All measured rows that are still in rows.toml, in its order. `only`: one set."""
-    rows = [row for row in load_rows(HERE / "rows.toml") if row.id in measured_rows()]
+def compare_all(of: str = "rows", *, only: str | None = None, match: str = "") -> list[dict[str, Any]]:
+    """All measured rows that are still in the file `of`, in its order. `only`: one set."""
+    found = measured_rows(RESULTS[of])
+    rows = [row for row in load_rows(HERE / f"{of}.toml") if row.id in found]
     rows = [row for row in rows if (only is None or row.set == only) and re.search(match, row.id)]
-    return [compare(row, measured_rows()[row.id]) for row in rows]
+    return [compare(row, found[row.id]) for row in rows]
 
 
 def _line(comparison: Mapping[str, Any]) -> str:
@@ -374,6 +391,7 @@ def main() -> None:
     parser.add_argument("--set", choices=SETS, help="one set only")
     parser.add_argument("--match", default="", metavar="REGEX", help="rows whose id matches")
     parser.add_argument("--out", type=Path, help="write one comparison per line as JSON")
+    parser.add_argument("--h100", type=Path, help="write the same of the rows on H100")
     arguments = parser.parse_args()
     comparisons = compare_all(only=arguments.set, match=arguments.match)
     print(f"{'differences, %':58}" + "".join(f"{quantity[:8]:>9}" for quantity in QUANTITIES))
@@ -381,8 +399,13 @@ def main() -> None:
         print(_line(comparison))
     _print_summary(comparisons)
     if arguments.out:
-        text = "".join(f"{json.dumps(comparison)}\n" for comparison in comparisons)
-        arguments.out.write_text(text, encoding="utf-8")
+        _write(arguments.out, comparisons)
+    if arguments.h100:  # in the same process: many of their traces are those of rows above
+        _write(arguments.h100, compare_all("h100"))
+
+
+def _write(path: Path, comparisons: Iterable[Mapping[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(comparison)}\n" for comparison in comparisons), encoding="utf-8")
 
 
 if __name__ == "__main__":

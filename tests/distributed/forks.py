@@ -3,7 +3,10 @@
 Ranks that follow each other come from two templates, as each process hashes strings in another way: an order
 taken from a set differs between ranks here as it does for a user. A template (`python -m forks`) has one
 thread, and has touched neither gloo nor a GPU, when it forks: where there are GPUs it imports nothing, as
-libraries look at them when they are imported.
+libraries look at them when they are imported. All workers of a test session share the two; they end with it.
+
+A call is a connection: its first packet asks for the process, and answers are the process and its exit code.
+The process is killed where the connection ends first. `handed_over` makes one of every `python` that starts.
 """
 
 from __future__ import annotations
@@ -12,25 +15,35 @@ import gc
 import importlib
 import json
 import os
+import runpy
+import select
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from threading import Timer
 from typing import Any, NoReturn
+from uuid import uuid4
 
 from shardwise.hardware.detect import gpu_count
 from shardwise.launch import die_with
 from shardwise.launch.nodes import free_port
 
 HERE = Path(__file__).parent
+SOURCE = HERE.parents[1] / "src"
 TEMPLATES = 2
+WORKER = "PYTEST_XDIST_TESTRUNUID"
+SESSION = os.environ.get(WORKER) or uuid4().hex
+PACKET_BYTES = 1 << 20
+START_SECONDS = 300.0  # DeepSpeed may have to compile first
 IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "engine_scenarios",
@@ -90,135 +103,185 @@ def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
 
     AssertionError when they are not done after `timeout` seconds; then none of them is left.
     """
-    shares = [calls[number::TEMPLATES] for number in range(min(TEMPLATES, len(calls)))]
-    codes = [0] * len(calls)
+    until, started = time.monotonic() + timeout, list[Started]()
     try:
-        with ExitStack() as timers:
-            for number, share in enumerate(shares):
-                timer = Timer(timeout, _template(number).kill)
-                timer.start()
-                timers.callback(timer.cancel)
-                _template(number).ask(share)
-            for number in range(len(shares)):
-                codes[number::TEMPLATES] = _template(number).answer()
+        for number, call in enumerate(calls):
+            started.append(Started(call, template=number % TEMPLATES))
+        return [one.wait(until - time.monotonic()) for one in started]
     except BaseException:
-        for number in range(len(shares)):
-            _template(number).kill()
-        _template.cache_clear()
+        for one in started:
+            one.send_signal(signal.SIGKILL)
         raise
-    return codes
 
 
 def warm_up() -> None:
-    """Starts the templates from this thread: the kernel ends them when the thread that started them ends."""
+    """Starts the templates from this thread: what another one starts might be in another network."""
     for number in range(TEMPLATES):
-        _template(number)
+        _connected(number).close()
+
+
+def handed_over(python_path: str | Path = SOURCE) -> dict[str, str]:
+    """Variables of an environment in which every `python` that starts runs its program in a fork.
+
+    Everything else is as ever: its command line, folder, files and variables, signals, and how it ends.
+    """
+    warm_up()
+    names = " ".join(address(number)[1:] for number in range(TEMPLATES))
+    return {"FORKS": names, "PYTHONPATH": f"{HERE / 'handed'}{os.pathsep}{python_path}"}
 
 
 class Started:
     """A call that is under way while the test goes on; what tests need of `subprocess.Popen`."""
 
-    def __init__(self, call: Call) -> None:
-        self._template = _template(0)
-        self.pid: int = self._template.tell(asdict(call))
+    def __init__(self, call: Call, *, template: int = 0) -> None:
+        self._line = _connected(template)
+        self._line.send(json.dumps(asdict(call), default=str).encode())
         self.returncode: int | None = None
+        self.pid: int = self._answer(START_SECONDS)
 
-    def poll(self) -> int | None:
+    def _answer(self, seconds: float) -> Any:
+        """The next answer; None where there is none in that time."""
+        if not select.select([self._line], [], [], max(0.0, seconds))[0]:
+            return None
+        answer = self._line.recv(PACKET_BYTES)
+        assert answer, "the template has ended"
+        return json.loads(answer)
+
+    def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None:
-            self.returncode = self._template.tell(self.pid)
+            self.returncode = self._answer(seconds)
+            if self.returncode is not None:
+                self._line.close()
         return self.returncode
 
     def wait(self, timeout: float = 300.0) -> int:
-        until = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > until:
-                self.send_signal(signal.SIGKILL)
-                raise AssertionError(f"not done after {timeout:.0f} s")
-            time.sleep(0.02)
+        code = self.poll(timeout)
+        if code is None:
+            self.send_signal(signal.SIGKILL)
+            raise AssertionError(f"not done after {timeout:.0f} s")
         return code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def __del__(self) -> None:
+        self._line.close()
+
+
+_started: dict[int, subprocess.Popen[bytes]] = {}  # The templates that this process has started
+
+
+def address(number: int) -> str:
+    """Of a template of this session: a name that no file needs."""
+    return f"\0shardwise-forks-{SESSION}-{number}"
+
+
+def _connected(number: int) -> socket.socket:
+    """A line to a template, which is started where nobody has done so."""
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            line.connect(address(number))
+        except ConnectionRefusedError:
+            line.close()
+        else:
+            return line
+        if number not in _started or _started[number].poll() is not None:
+            leader = os.getppid() if WORKER in os.environ else os.getpid()
+            _started[number] = subprocess.Popen(
+                [sys.executable, "-m", "forks", address(number)[1:], str(leader)],
+                env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
+                stdin=subprocess.DEVNULL,
+            )
+        time.sleep(0.05)
+    raise AssertionError("no template answers")
+
 
 class Template:
-    """A process that forks."""
+    """Forks what is asked for, tells how it ends, and ends with the process `leader`."""
 
-    def __init__(self) -> None:
-        parent = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "forks"],
-            env={**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ['PYTHONPATH']}"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: die_with(parent),  # noqa: PLW1509 - before any thread is there
-        )
+    def __init__(self, listening: socket.socket, leader: int) -> None:
+        self._listening, self._leader, self._pid = listening, os.pidfd_open(leader), os.getpid()
+        self._forks: dict[Any, int] = {}
+        """By the line on which it was asked for, and by what becomes readable when it ends: a process."""
+        self._lines: dict[int, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+        for one in (listening, self._leader):
+            self._selector.register(one, selectors.EVENT_READ)
 
-    def ask(self, calls: Sequence[Call]) -> None:
-        self._send([asdict(call) for call in calls])
+    def serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listening:
+                    self._selector.register(self._listening.accept()[0], selectors.EVENT_READ)
+                elif key.fileobj == self._leader:
+                    return
+                elif isinstance(key.fileobj, socket.socket):
+                    if key.fileobj.fileno() >= 0:  # not closed since, as its process has ended
+                        self._hear(key.fileobj)
+                elif key.fileobj in self._forks:
+                    self._ended(key.fileobj)
 
-    def answer(self) -> Any:
-        """The exit codes, when all calls have ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the processes took too long, or their template has ended"
-        return json.loads(line)
+    def _hear(self, line: socket.socket) -> None:
+        asked = b""
+        with suppress(ConnectionResetError):
+            asked = line.recv(PACKET_BYTES)
+        if asked:
+            pid = self._fork(json.loads(asked))
+            with suppress(BrokenPipeError):
+                line.send(json.dumps(pid).encode())
+            end = os.pidfd_open(pid)
+            self._selector.register(end, selectors.EVENT_READ)
+            self._forks |= {end: pid, line: pid}
+            self._lines[end] = line
+            return
+        if line in self._forks:  # nobody waits for it any more
+            os.kill(self._forks.pop(line), signal.SIGKILL)
+        self._close(line)
 
-    def tell(self, what: dict[str, Any] | int) -> Any:
-        """The process of a call that it starts; of a process, its exit code or None."""
-        self._send(what)
-        return self.answer()
+    def _ended(self, end: Any) -> None:
+        code, line = os.waitstatus_to_exitcode(os.waitpid(self._forks.pop(end), 0)[1]), self._lines.pop(end)
+        self._selector.unregister(end)
+        os.close(end)
+        if self._forks.pop(line, None) is not None:
+            with suppress(BrokenPipeError):
+                line.send(json.dumps(code).encode())
+            self._close(line)
 
-    def _send(self, what: Any) -> None:
-        assert self._process.stdin is not None
-        print(json.dumps(what, default=str), file=self._process.stdin, flush=True)
+    def _close(self, line: socket.socket) -> None:
+        self._selector.unregister(line)
+        line.close()
 
-    def kill(self) -> None:
-        """Ends it and what it has forked."""
-        self._process.kill()
-
-
-@cache
-def _template(_: int) -> Template:
-    return Template()
-
-
-def _serve() -> None:
-    """Forks what each line of stdin asks for; answers with the exit codes, a line each time.
-
-    A list: calls that it waits for. A single call it only starts. A process: whether that call has ended.
-    """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if not gpu_count():
-        _import_all()
-    parent = os.getpid()
-
-    def fork(call: dict[str, Any]) -> int:
+    def _fork(self, call: dict[str, Any]) -> int:
         pid = os.fork()
         if pid == 0:
-            die_with(parent)
-            answers.close()
+            die_with(self._pid)
+            for key in list(self._selector.get_map().values()):
+                os.close(key.fd)
+            self._selector.close()
             to_the_end(partial(_make, **call))
         return pid
 
-    for line in sys.stdin:
-        asked = json.loads(line)
-        answer: Any
-        if isinstance(asked, list):
-            pids = [fork(call) for call in asked]
-            answer = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        elif isinstance(asked, dict):
-            answer = fork(asked)
-        else:
-            pid, status = os.waitpid(asked, os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        print(json.dumps(answer), file=answers, flush=True)
+
+def _serve(name: str, leader: str) -> None:
+    """A template, unless this session has it already."""
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        listening.bind(f"\0{name}")
+    except OSError:
+        return
+    listening.listen(64)
+    os.dup2(2, 1)
+    if not gpu_count():
+        _import_all()
+    Template(listening, int(leader)).serve()
+    os._exit(0)
 
 
 def _import_all() -> None:
+    gc.disable()  # imports make a million objects that last
     for name in IMPORTED:
         importlib.import_module(name)
     import cpuinfo
@@ -235,6 +298,7 @@ def _import_all() -> None:
     CPUAdamBuilder().load(verbose=False)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _make(
@@ -255,6 +319,30 @@ def _make(
     replace_file(2, errors)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*arguments)
+
+
+def run_python(caller: str, parent: str, folder: str, *command: str) -> None:
+    """In a fork: the program of a command line; `parent` has started the process `caller` in `folder`."""
+    os.sched_setaffinity(0, os.sched_getaffinity(int(caller)))
+    me, of_others = os.getpid(), os.getppid
+    os.getppid = lambda: int(parent) if os.getpid() == me else of_others()
+    os.chdir(folder)
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    first = next(number for number, word in enumerate(command) if word in ("-c", "-m") or word[0] != "-")
+    lines = "-u" in command[:first] or os.isatty(1)
+    sys.stdout = open(1, "w", 1 if lines else -1, encoding="utf-8", closefd=False)  # noqa: SIM115 - as below
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    kind, *rest = command[first:]
+    warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning)
+    if kind == "-m":
+        sys.argv, sys.path[:0] = rest, [folder] * ("-P" not in command[:first])
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv, sys.path[:0] = [kind, *rest], [str(Path(kind).resolve().parent)]
+        runpy.run_path(kind, run_name="__main__")
 
 
 def to_the_end(call: Callable[[], object]) -> NoReturn:
@@ -281,4 +369,4 @@ def replace_file(number: int, path: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(*sys.argv[1:])

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from forks import handed_over
 
 from scripts import script
 
@@ -29,7 +30,7 @@ def modules() -> dict[str, ModuleType]:
 def drive(out: Path, *arguments: str) -> list[dict[str, Any]]:
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
+        **handed_over(),
         "SHARDWISE_CACHE": str(out.parent / "cache"),
         "OMP_NUM_THREADS": "1",
     }

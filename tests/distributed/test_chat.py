@@ -211,8 +211,19 @@ def server(work: Path) -> Iterator[int]:
     assert process.errors == said, "Ctrl-C ends it without a word"
 
 
+CLIENTS: list[openai.OpenAI] = []
+
+
 def client(port: int, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
+    CLIENTS.append(openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0))
+    return CLIENTS[-1]
+
+
+@pytest.fixture(autouse=True)
+def _connections_are_closed() -> Iterator[None]:
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
 
 
 def test_openais_client_gets_the_answers_of_generate(work: Path, server: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from forked_command import forked_shardwise
+from forks import handed_over
 
 from shardwise.diagnosis import calibrate
 from shardwise.diagnosis.child import children
@@ -32,7 +33,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         text=True,
         check=False,
         cwd=folder,
-        env={**os.environ, "SHARDWISE_CACHE": str(folder / "cache")},
+        env={**os.environ, **handed_over(), "SHARDWISE_CACHE": str(folder / "cache")},
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,7 +95,8 @@ def test_a_gpu_that_torch_was_not_built_for_is_a_problem(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_cpu_is_measured_as_far_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    for name, value in {**handed_over(), "SHARDWISE_CACHE": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
     gpus = Gpus()
     with children() as family:
         ranks = _ranks(family, gpus, "measure", limit=120.0)

@@ -1,4 +1,7 @@
-"""Unmodified scripts of Hugging Face with the files of `shardwise emit`, in 2 processes on CPUs."""
+"""Unmodified scripts of Hugging Face with the files of `shardwise emit`, in 2 processes on CPUs.
+
+The launchers are real. Each Python that they start runs in a fork, as importing torch takes so long.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, VENV_BIN
+from forks import handed_over
+from harness import VENV_BIN
 
 from shardwise.cli import main
 
@@ -110,23 +114,8 @@ os._exit(0)
 
 # DeepSpeed compiles a transport of its own on CPUs, for a minute; gloo does as well.
 WITHOUT_COMPILING = """
-import importlib.abc, importlib.machinery, sys
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "deepspeed.ops":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def then_patch(module):
-            execute(module)
-            module.__compatible_ops__["deepspeed_shm_comm"] = False
-
-        spec.loader.exec_module = then_patch
-        return spec
-
-sys.meta_path.insert(0, Finder())
+import deepspeed.ops
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 """
 
 
@@ -147,8 +136,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     texts = torch.randint(0, VOCABULARY, (4, ROW), generator=torch.Generator().manual_seed(1))
     torch.save(texts.repeat(ROWS // 4, 1), tmp_path / "rows.pt")
     (tmp_path / "text.txt").write_text("words\n")
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT_COMPILING)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -169,10 +156,10 @@ def emitted(strategy: str, target: str, **train: Any) -> None:
 
 def run(script: str, launch: str, *arguments: str) -> dict[str, Any]:
     """Runs a script with an emitted launch script; what it wrote into result.json."""
-    Path("train.py").write_text(script + ENDING)
+    Path("train.py").write_text(WITHOUT_COMPILING + script + ENDING)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path("site").resolve()), str(ROOT / "src")]),
+        **handed_over(),
         "PATH": f"{VENV_BIN}:{os.environ['PATH']}",
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "2",

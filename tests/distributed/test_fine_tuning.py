@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from engine_worker import run_in_processes
+from forks import handed_over
 from harness import Run, run_all
 from test_whole_runs import job
 
@@ -40,7 +41,7 @@ def test_the_benchmark_measures_and_predicts_a_tiny_row(tmp_path: Path) -> None:
     command += ["--steady-seconds", "0.1", "--steps", "3", "--out", str(out)]
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "SHARDWISE_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, **handed_over(), "SHARDWISE_CACHE": str(tmp_path / "cache")},
         capture_output=True,
         text=True,
         timeout=300,
@@ -86,7 +87,11 @@ def test_samples_are_the_same_however_weights_are_sharded_and_a_run_ends_early(t
     assert found[0] == found[1] == found[2]
 
 
-def test_a_callback_gets_every_event_and_can_stop_the_run(tmp_path: Path) -> None:
+def test_a_callback_gets_every_event_and_can_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in handed_over().items():
+        monkeypatch.setenv(name, value)
     seen: list[tuple[str, int]] = []
 
     def on_event(event: dict[str, Any]) -> bool:

@@ -49,25 +49,6 @@ def test_every_row_is_allowed(name: str, gpu: bool, experiments: ModuleType, fol
         assert (strategy.micro_batch, strategy.accumulation) == (setting.micro_batch, setting.accumulation)
 
 
-@pytest.mark.slow
-def test_the_plain_loop_and_shardwise_compute_the_same(experiments: ModuleType, tmp_path: Path) -> None:
-    """With accumulation: both divide by the tokens of the step, whatever the micro-batch."""
-    rows, (setting,) = script("benchmarks/experiments/programs.py"), experiments.ON_CPU
-    plain, single = (
-        rows.run(
-            "plain",
-            setting,
-            rows.Program(name=name, strategy=parts, steps=2, warmup=1),
-            rows.Place(folder=tmp_path, gpu=""),
-        )["measured"]
-        for name, parts in (("plain loop", None), ("single", {"engine": "single"}))
-    )
-    assert plain["loss"] == pytest.approx(single["loss"], abs=1e-5)
-    assert plain["grad_norm"] == pytest.approx(single["grad_norm"], abs=1e-4)
-    assert len(plain["loss"]) == 3
-    assert plain["loss"][0] > plain["loss"][2]
-
-
 def test_the_full_sweep_has_every_combination(experiments: ModuleType) -> None:
     points = [tuple(program.about["point"].values()) for _, program in experiments.sweep(True, full=True)]
     assert len(points) == len(set(points)) == 3 * 3 * 2 * 2
