@@ -47,7 +47,7 @@ def test_install_lines_name_extras_that_exist() -> None:
 def test_the_extra_all_is_every_extra_but_dev_and_one_for_few_gpus() -> None:
     named = re.fullmatch(r"shardwise\[(.*)\]", EXTRAS["all"][0])
     assert named is not None
-    assert set(named[1].split(",")) == set(EXTRAS) - {"all", "dev", "quant", "hopper"}, "train has what quant has"
+    assert set(named[1].split(",")) == set(EXTRAS) - {"all", "dev", "quant", "hopper"}, "quant is in train"
     assert set(EXTRAS["quant"]) <= set(EXTRAS["train"])
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert [extra for extra in EXTRAS if extra != "dev" and f"`{extra}`" not in page] == []
