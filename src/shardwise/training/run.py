@@ -143,8 +143,9 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     if world.rank > 0 and world.local_disks and world.local_rank == 0:
         run_folder(ready, spec).close()
     ranks.barrier()  # the run folder exists now, for every rank
-    known = evaluations_of(read_events(run_dir / EVENTS), until=progress.step) if spec.resume else []
-    evaluations = ranks.gather(known if world.rank == 0 else [])[0]
+    reads = spec.resume and world.rank == 0  # nodes with disks of their own have no events
+    known = evaluations_of(read_events(run_dir / EVENTS), until=progress.step) if reads else []
+    evaluations = ranks.gather(known)[0]
     snapshots.store.ranking = lambda: ranked(evaluations)
     if snapshots.store.keep.best:
         progress.best = next(iter(snapshots.store.ranking()), None)
