@@ -97,9 +97,8 @@ def _how(borders: Tensor, longest: int, scale: float, window: Sequence[int]) -> 
         "softmax_scale": scale,
     }  # fmt: skip
     before, after = window
-    return how | (
-        {"causal": True} if before < 0 else {"window_size_left": before, "window_size_right": after}
-    )
+    seen = {"causal": True} if before < 0 else {"window_size_left": before, "window_size_right": after}
+    return how | seen
 
 
 @cache
