@@ -19,6 +19,7 @@ from typing import Any
 import idle
 from choices import ON_H100, fastest_table, rehearsal_table
 from earlier import earlier_kernels, mixed, with_timer
+from hosts import over_sockets, paced, two_nodes
 from missed import MISSED, MISSED_MEANS
 from predict import (
     BOUNDS,
@@ -27,13 +28,10 @@ from predict import (
     compare_all,
     hash_alike,
     measured_rows,
-    over_sockets,
-    paced,
     predict,
     repeats,
     summarize,
     summary_of,
-    two_nodes,
 )
 from rows import GIB, SETS, Row, load_rows
 from scatter import FAMILIES, pictures

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from earlier import earlier_kernels, kernels_of, mixed, with_timer
+from hosts import paced
 from rows import SETS, Row, load_rows
 
 from shardwise.engines import descriptor
-from shardwise.hardware.calibration import host_pace
 from shardwise.hardware.hardware import Hardware
 from shardwise.hardware.parse import parse_hardware
 from shardwise.kernels.target import HOPPER
@@ -175,42 +175,6 @@ def _trace(
             tensor_parallel=tensor_parallel,
             single_segment_rows=single_segment_rows,
         )
-
-
-def over_sockets(row: Row, measured: Mapping[str, Any]) -> Hardware:
-    """H200 that NCCL joins over TCP, at the rate and latency that `doctor --calibrate` measured there."""
-    hardware, between = parse_hardware(f"{row.gpus}xH200"), _link("slow", measured)["between"]
-    return replace(hardware, intra=replace(hardware.intra, **between, measured=True))
-
-
-def two_nodes(row: Row, measured: Mapping[str, Any]) -> Hardware:
-    """Two nodes of H200 that NCCL joins over TCP, at the rate that link.py measured for the row's groups.
-
-    What FSDP2 replicates and a pipeline sends goes between pairs, one of each node, both at once. All else
-    goes over one ring through all GPUs; its rate is that of all GPUs of a node together.
-    """
-    gpus, found, strategy = row.gpus // row.nodes, _link("two_nodes", measured), row.resolved()
-    hardware = parse_hardware(f"{row.nodes}x{gpus}xH200+eth25")
-    assert hardware.inter is not None
-    if strategy.pipeline > 1 or (strategy.engine == "fsdp2" and strategy.shard_group):
-        rate = found["both pairs"]["rate"]
-    else:
-        ring = found["all"]["rate"]
-        rate = ring | {"bytes_per_second": ring["bytes_per_second"] / gpus}
-    return replace(hardware, inter=replace(hardware.inter, **rate, measured=True))
-
-
-def _link(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The latest measurement of a link before a row's: a call that measures rows measures the link first."""
-    lines = (HERE / "results" / f"{name}_link.jsonl").read_text(encoding="utf-8").splitlines()
-    before = [link for link in map(json.loads, lines) if link["date"] <= measured["date"]]
-    return max(before, key=lambda link: str(link["date"]))
-
-
-def paced(hardware: Hardware, measured: Mapping[str, Any]) -> Hardware:
-    """`hardware` with the pace of the host that a row was measured on, if a call was timed there."""
-    call = measured.get("host_call_seconds")
-    return hardware if call is None else replace(hardware, host_pace=host_pace(call))
 
 
 def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from shardwise.lint.edit import Rename
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.rules import devices
 from shardwise.lint.rules.devices import SHOWS, gpus_of, header, of_launcher
-from shardwise.lint.rules.program import calls, code_of, tree_of, values_of, walk, within
+from shardwise.lint.rules.program import all_code, calls, tree_of, values_of, walk, within
 from shardwise.lint.schema import as_number, closest, names, pattern, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import LOST_FLAGS, OPEN, UNKNOWN_FLAG
@@ -293,7 +293,7 @@ def _ranks_of_nobody(document: Document, setup: Setup, asked: dict[str, str]) ->
     by_srun = re.search(r"(?m)^[^#\n]*\bsrun\b", document.text) and not _SOURCES.search(document.text)
     if document.get("launcher") not in ("python", "python3") or not (several and by_srun):
         return
-    program = "\n".join(map(code_of, setup.of("training", "python")))
+    program = all_code(setup)
     texts = program + "\n".join(one.text for one in setup.of("training", "shell"))
     absent = [one for one in dict.fromkeys(_OF_RANKS.findall(program)) if not re.search(rf"\b{one}=", texts)]
     if absent and not _SETS_RANKS.search(program):
