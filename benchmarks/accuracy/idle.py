@@ -37,7 +37,8 @@ def summary() -> str:
 def share(row: dict[str, Any]) -> float | None:
     """Of a step; None where a collective waited for another rank's host, which the profiler had slowed."""
     busy, step = row["profiled_busy_seconds"], row["step_seconds"]
-    return None if busy > step * (1 + 1e-3) else max(0.0, 1 - busy / step)
+    waited = row["row"]["gpus"] > 1 and busy > step * (1 + 1e-3)
+    return None if waited else max(0.0, 1 - busy / step)
 
 
 def lines() -> Iterator[list[str]]:

@@ -10,12 +10,9 @@ _BUCKETS = (
     "one to three buckets of 5e8 elements may be on their way to the host: the four ranks reserve {} GiB for "
     "the same tensors"
 )
-_HOST = "the GPU waits for the host: the host's calls differ by half between measurements of one row"
+_HOST = "the GPU waits for the host, which took half as long again as in an earlier measurement of the row"
 _PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
 _ZERO3 = "the GPU waits for the host, which the pace makes too slow here; cause not established"
-_UNPACKED = (
-    "the GPU waits for the host: unpacking was timed on another host, and follows the call only in part"
-)
 _FEW_CALLS = "the GPU waits for the host, whose call of torch took 2.8 us in one minute and 5.1 us in another"
 _UPDATE = (
     "the optimizer's step on the host alone is predicted to take longer than the entire step did; cause "
@@ -29,7 +26,8 @@ MISSED: dict[str, dict[str, str]] = {
         "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _BUCKETS.format("10.8 to 11.8"),
     },
     "step": {
-        "gemma-3-1b.1gpu.single.full.s512.b8x2.ck0": _HOST,
+        "qwen2.5-0.5b.1gpu.zero1.full.s2048.b2x4.ck1": _HOST,
+        "pythia-1.4b.1gpu.fsdp2-noreshard.full.s2048.b2x2.ck1": _HOST,
         "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1": _PACE,
         "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
         "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0": _PACE,
@@ -37,12 +35,9 @@ MISSED: dict[str, dict[str, str]] = {
         "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
         "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _FEW_CALLS,
         "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _ZERO3,
-        "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _ZERO3,
         "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _ZERO3,
         "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _ZERO3,
         "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": _ZERO3,
-        "llama-2-7b.1gpu.single.lora16.s2048.b2x1.ck1.int8": _UNPACKED,
-        "llama-2-7b.1gpu.single.lora16.s2048.b2x1.ck1.nf4": _UNPACKED,
         "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
     },
 }
@@ -51,6 +46,6 @@ missing here, or if a named row is within its bound."""
 
 MISSED_MEANS: dict[str, dict[str, str]] = {
     "reserved": {},
-    "step": {"families": "its rows on four GPUs, and quantised bases, whose GPU waits for the host"},
+    "step": {},
 }
 """Sets whose mean is beyond the bound, and why: expected failures of a test, which fails if one is met."""

@@ -176,8 +176,9 @@ def test_time_that_the_hypervisor_took_is_counted_of_the_rows_own_cores(tmp_path
 def test_a_gpu_waits_for_the_share_of_a_step_without_kernels() -> None:
     """A collective that waits for a host which the profiler slows is longer than the step without it."""
     idle = accuracy.module("idle")
-    row = {"step_seconds": 0.2, "profiled_busy_seconds": 0.15}
+    row = {"row": {"gpus": 1}, "step_seconds": 0.2, "profiled_busy_seconds": 0.15}
     assert idle.share(row) == pytest.approx(0.25)
-    assert idle.share({**row, "profiled_busy_seconds": 0.3}) is None
-    assert "in 177 of 218 rows" in idle.summary()
-    assert "Of 39 more" in idle.summary()
+    assert idle.share({**row, "profiled_busy_seconds": 0.3}) == 0
+    assert idle.share({**row, "row": {"gpus": 2}, "profiled_busy_seconds": 0.3}) is None
+    assert "in 220 of 265 rows" in idle.summary()
+    assert "Of 28 more" in idle.summary()
