@@ -10,7 +10,7 @@ _BUCKETS = (
     "one to three buckets of 5e8 elements may be on their way to the host: the four ranks reserve {} GiB for "
     "the same tensors"
 )
-_HOST = "the GPU waits for the host, which took half as long again as in an earlier measurement of the row"
+_HOST = "the GPU waits for the host; an earlier measurement of the row took less than two thirds of the time"
 _PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
 _ZERO3 = "the GPU waits for the host, which the pace makes too slow here; cause not established"
 _FEW_CALLS = "the GPU waits for the host, whose call of torch took 2.8 us in one minute and 5.1 us in another"

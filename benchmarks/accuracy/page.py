@@ -12,7 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from itertools import permutations, product
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +205,9 @@ def apart(comparisons: Sequence[Comparison]) -> str:
     """Differences between measurements of one row, and of its prediction from them."""
     predicted = {c["id"]: c["predicted"]["step"] for c in comparisons}
     names, theirs, ours = set(), [], []
-    for (name, rows), timer in product(repeats().items(), (True, False)):
-        ran = [row["step_seconds"] for row in rows if _timed(row) and with_timer(row) == timer]
+    for name, rows in repeats().items():
+        today = _ran_as(measured_rows()[name])
+        ran = [row["step_seconds"] for row in rows if _timed(row) and _ran_as(row) == today]
         if len(ran) > 1:
             names.add(name)
             theirs += [abs(one / other - 1) for one, other in permutations(ran, 2)]
@@ -216,6 +217,11 @@ def apart(comparisons: Sequence[Comparison]) -> str:
     head += ["mean difference of the prediction from these measurements"]
     line = [str(len(names)), str(len(theirs) // 2), percent(statistics.mean(theirs)), f"{beyond:.0%}"]
     return table(head, [[*line, percent(statistics.mean(ours))]])
+
+
+def _ran_as(measured: Mapping[str, Any]) -> tuple[bool, frozenset[str]]:
+    """What a step depended on in addition to its row."""
+    return with_timer(measured), earlier_kernels(measured)
 
 
 def _timed(measured: Mapping[str, Any]) -> bool:
