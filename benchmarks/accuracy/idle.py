@@ -16,9 +16,10 @@ ALLOWED = 0.05
 
 
 def profiled() -> list[dict[str, Any]]:
-    """The rows, those that wait longest first."""
+    """The last measurement of each row on each kind of GPU, those that wait longest first."""
     rows = [json.loads(line) for line in MEASURED.read_text(encoding="utf-8").splitlines()]
-    return sorted((row for row in rows if row["error"] is None), key=lambda row: -_waits(row))
+    last = {(row["id"], row["gpu"]): row for row in rows if row["error"] is None}
+    return sorted(last.values(), key=lambda row: -_waits(row))
 
 
 def summary() -> str:

@@ -18,6 +18,9 @@ _UPDATE = (
     "the optimizer's step on the host alone is predicted to take longer than the entire step did; cause "
     "unknown: FSDP2's, on the same host, is predicted within 2 %"
 )
+_EXPERTS = (
+    "the GPU waits for nothing: kernels of a mixture take longer than predicted; which ones is not known"
+)
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _BUCKETS.format("9.1 to 9.7"),
@@ -33,12 +36,14 @@ MISSED: dict[str, dict[str, str]] = {
         "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0": _PACE,
         "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4": _PACE,
         "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
+        "gpt-neo-2.7b.4gpu.zero1.lora16.s2048.b4x1.ck1.cap16": _PACE,
         "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _FEW_CALLS,
         "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _ZERO3,
         "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _ZERO3,
         "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _ZERO3,
         "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": _ZERO3,
         "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
+        "gpt-oss-20b-4l.1gpu.single.full.s2048.b1x1.ck0": _EXPERTS,
     },
 }
 """Rows beyond their bound, and why. They count in every number, the means included. A test fails if a row is

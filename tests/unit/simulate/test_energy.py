@@ -79,7 +79,7 @@ def test_an_instruction_of_a_scan_takes_joules() -> None:
 
 
 def test_bytes_over_links_take_more() -> None:
-    assert H200.moving(1e12) == pytest.approx(176)
+    assert H200.moving(1e12) == pytest.approx(160)
     assert H200.linking(1e12) == pytest.approx(200)
 
 

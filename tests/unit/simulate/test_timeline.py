@@ -14,8 +14,8 @@ from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrac
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.roofline import Roofline, table
 from shardwise.simulate.time.schedule import Schedule
-from shardwise.simulate.time.step import predict_time
-from shardwise.simulate.time.streams import Clocks, Streams, Work, event
+from shardwise.simulate.time.step import Played, predict_time
+from shardwise.simulate.time.streams import Clocks, Streams, Totals, Work, event
 from shardwise.strategy import Strategy
 
 HARDWARE = parse_hardware("4xH200")
@@ -119,6 +119,16 @@ def test_power_slows_down_what_the_clock_would_allow(layers, unlimited, monkeypa
     limited = predict(trace)
     assert 1.1 < limited.step_seconds / free.step_seconds < 1.35
     assert limited.compute_seconds == free.compute_seconds
+
+
+@pytest.mark.parametrize(("to_peers", "seconds"), [(0.0, 0.6), (0.2, 0.4)])
+def test_a_wait_for_other_ranks_saves_no_power(layers, to_peers: float, seconds: float) -> None:
+    """Of 0.3 s it works 0.1 and waits 0.2; its joules need 0.4. Waits for tensor parallelism are averaged."""
+    joules = 0.4 * (0.985 - 0.21) * 700
+    totals = Totals(compute=0.1, exposed=0.2, exposed_to_peers=to_peers, joules=joules)
+    played = Played(seconds=0.3, totals=totals)
+    found = predict_time(layers(), Strategy(engine="single"), parse_hardware("1xH200"), played)
+    assert found.step_seconds == pytest.approx(seconds)
 
 
 def test_a_number_read_back_ends_running_ahead(layers, unlimited) -> None:

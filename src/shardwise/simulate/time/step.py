@@ -60,14 +60,16 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
     """The time of one optimizer step of `strategy` on `hardware`, whose micro-batches are each `trace`.
 
     `played`: one GPU's steps, as all GPUs do the same; the slowest of them decides. When its work would draw
-    more than the power limit on average, the clock falls until it does not, and the step lasts as long as its
-    joules need.
+    more than the power limit on average, the clock falls until it does not, and the work lasts as long as its
+    joules need. What it does not draw while it waits for other ranks is not saved for later (0097).
     """
     totals = played.totals
+    waited = totals.exposed - totals.exposed_to_peers
+    working = max(played.seconds - waited, Draw(hardware.gpu).powered_seconds(totals.joules))
     link, link_to_peers = slowest_links(hardware, strategy)
     waiting = slowest(strategy.world_size, hardware.spread)
     return Time(
-        step_seconds=waiting * max(played.seconds, Draw(hardware.gpu).powered_seconds(totals.joules)),
+        step_seconds=waiting * (waited + working),
         compute_seconds=totals.compute,
         communication_seconds=totals.communication,
         exposed_communication_seconds=totals.exposed,
