@@ -203,7 +203,7 @@ def compare(row: Row, measured: Mapping[str, Any], *, hardware: Hardware | None 
         joules=prediction.energy.joules_per_step,
         host=memory.host_bytes,
     )
-    found = {} if measured["error"] else _found(measured)
+    found = {} if measured["error"] else found_in(measured)
     differences = {key: _difference(key, predicted, found) for key in QUANTITIES}
     return {
         "id": row.id,
@@ -236,7 +236,7 @@ def _offloads(strategy: Mapping[str, Any]) -> bool:
     return {strategy["offload_optimizer"], strategy["offload_parameters"]} != {"none"}
 
 
-def _found(measured: Mapping[str, Any]) -> dict[str, float | None]:
+def found_in(measured: Mapping[str, Any]) -> dict[str, float | None]:
     own = process_bytes() * len(measured["host_memory_bytes_by_rank"])
     timed = sum(measured["step_seconds_all"][measured["warmup_steps"] :])
     return _values(

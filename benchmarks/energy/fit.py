@@ -2,7 +2,7 @@
 
     python benchmarks/energy/fit.py
 
-Needs no GPU, takes two minutes. A step's energy is the constant draw for its seconds, and for each kind of
+Needs no GPU, takes a minute. A step's energy is the constant draw for its seconds, and for each kind of
 work a price times its amount. The amount is what the prediction loses when the price is 0. A step that would
 draw more than the power limit lasts as long as its joules need, so its seconds depend on the prices, too.
 Prices minimise the soft-L1 norm of the relative errors of joules and seconds over the rows `fit` and Mamba on
@@ -21,9 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "accuracy"))
 
 from predict import (
-    ENERGY_SECONDS,
     HERE,
     earlier_kernels,
+    found_in,
     hash_alike,
     measured_rows,
     paced,
@@ -59,8 +59,8 @@ class Step:
         self._clocked = today.time.full_clock_seconds
         self._exposed = today.time.exposed_communication_seconds - today.time.exposed_to_peers_seconds
         self._seconds = measured["step_seconds"]
-        timed = sum(measured["step_seconds_all"][measured["warmup_steps"] :]) >= ENERGY_SECONDS
-        self._joules = measured["joules_per_step"] / row.gpus if timed else None
+        joules = found_in(measured)["joules"]
+        self._joules = joules / row.gpus if joules else None
 
     def errors(self, factors: np.ndarray, draw: Draw) -> list[tuple[np.ndarray, float]]:
         """Relative errors of seconds and joules at `factors` on the prices: each its slope and its value."""
