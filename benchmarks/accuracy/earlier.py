@@ -12,11 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 from assets import LONGEST, ROWS
+from torch import nn
 
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
+from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
 
@@ -27,6 +29,14 @@ ROUTED = "2026-11-23T17:30"
 """Since then the models of EARLIER call the packed kernel; before, they computed all scores in fp32."""
 
 EARLIER: dict[str, tuple[Packing, ...]] = dict.fromkeys(("gpt_neo", "gptj", "falcon"), ("mask",))
+
+SINKS = "2026-11-29T10:15"
+"""Since then gpt-oss calls the packed kernel, too, and looks the biases of its experts up in parallel."""
+
+EXPERTS_MASKED = "5.17"
+"""transformers that fills rows which no expert computes, though only expert parallelism has such rows."""
+
+MIXTURES = frozenset({"deepseek_v2", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 MLP_FUSED = "2026-11-24T06:09:20"
 """Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""
@@ -71,16 +81,19 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
-    Of `attention`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes` and `codes`, whose time is
-    predicted as of today.
+    Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes` and
+    `codes`, whose time is predicted as of today.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
     kind = "" if model is None else model.model_type
+    release = measured.get("versions", {}).get("transformers", "")
     routed = kind in EARLIER and date < ROUTED
     engine = measured.get("strategy", {}).get("engine")
     others = {
         "attention": routed,
+        "sinks": kind == "gpt_oss" and date < SINKS,
+        "experts": kind in MIXTURES and release.startswith(EXPERTS_MASKED),
         "masks": (kind in MASKS and date < MASKED) or (routed and kind != "falcon"),
         "unmasked": kind in MASKS and MASKED <= date < UNMASKED,
         "heads": kind == "falcon" and date < RECORDED,
@@ -104,12 +117,24 @@ def mixed(measured: Mapping[str, Any]) -> bool:
     return sum(measured["tokens_all"]) >= ROWS * LONGEST
 
 
+def _with_masked_experts(model: nn.Module) -> list[nn.Module]:
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel = True
+    return find_blocks(model)
+
+
 @contextmanager
 def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
     """Within, models are built and traced with the kernels that `earlier` names as they were."""
-    attention = EARLIER.items() if "attention" in earlier else ()
+    attention = dict(EARLIER) if "attention" in earlier else {}
     with ExitStack() as stack:
-        ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention}
+        if "sinks" in earlier:
+            attention["gpt_oss"] = ("mask",)
+            stack.enter_context(patch.object(build, "sum_in_parallel", lambda _: None))
+        if "experts" in earlier:
+            stack.enter_context(patch.object(build, "find_blocks", _with_masked_experts))
+        ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention.items()}
         stack.enter_context(patch.dict(FAMILIES, ways))
         if "masks" in earlier:  # position ids that restart, and no mask
             stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))

@@ -105,6 +105,30 @@ def test_varlen_attention(kernel, head_size, key_heads, window, request):
         assert error(tensor.grad, right.grad) <= 1e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("key_heads", [8, 2])
+@pytest.mark.parametrize("window", [None, 64])
+def test_sinks(dtype, key_heads, window):
+    """Sinks from far below the scores to far above them, whose gradients are sums over all tokens."""
+    segments, bound = [200, 1, 333, 64, 0], 1e-2 if dtype == torch.bfloat16 else 1e-5
+    borders = torch.tensor([0, *torch.tensor(segments).cumsum(0)], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, sum(segments), 64) for heads in (8, key_heads, key_heads)]
+    given = [torch.randn(s, generator=generator) for s in shapes] + [torch.linspace(-9, 9, 8)]
+    tensors = [t.to(DEVICE, dtype).requires_grad_() for t in given]
+    exact = [t.detach().double().cpu().requires_grad_() for t in tensors]
+    outs = []
+    for (*inputs, sinks), cu_seqlens in ((tensors, borders.to(DEVICE)), (exact, borders)):
+        options = {"sliding_window": window, "cu_seq_lens_q": cu_seqlens, "max_length_q": max(segments)}
+        outs.append(varlen_attention(torch.nn.Module(), *inputs, None, s_aux=sinks, **options)[0])
+    upstream = torch.randn(outs[1].shape, generator=generator, dtype=torch.float64)
+    outs[0].backward(upstream.to(DEVICE, dtype))
+    outs[1].backward(upstream)
+    assert error(*outs) <= bound
+    for tensor, right in zip(tensors, exact, strict=True):
+        assert error(tensor.grad, right.grad) <= bound
+
+
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 @pytest.mark.parametrize("key_heads", [8, 2])
 @pytest.mark.parametrize("rest", [[], [100, 28]])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shardwise.kernels import flash4
+from shardwise.kernels.sinks import flash_with_sinks
 from shardwise.kernels.target import HOPPER, capability, on_gpu
 
 
@@ -44,7 +45,7 @@ def varlen_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None,
     dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None, max_length_q: int | None = None, single_segment_rows: int = 0,
-    **_: Any,
+    s_aux: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within segments, called by transformers' decoder layers.
 
@@ -52,7 +53,7 @@ def varlen_attention(
     by `scaling`, by default 1 / sqrt(D). A token sees `sliding_window` tokens, itself included; where none is
     given, the layer's own counts: Qwen2-MoE passes its window to the mask only. `single_segment_rows`
     segments of `max_length_q` tokens, the longest, come first. `cu_seq_lens_q`, int32 [segments + 1] from 0,
-    are the borders of the others.
+    are the borders of the others. `s_aux`: the sinks of the heads (`kernels.sinks`), where a model has them.
 
     Returns [1, T, heads, D], and None where other implementations return attention weights.
     """
@@ -66,10 +67,10 @@ def varlen_attention(
     # flash attention exists for half precision on GPUs; fp32 there is for checking, not for speed
     segments = _flash if on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) else _segment_by_segment
     first = single_segment_rows * max_length_q
-    if first and sliding_window:
-        raise RuntimeError(f"rows of one segment support no window, not {sliding_window}")
+    if first and (sliding_window or s_aux is not None):
+        raise RuntimeError(f"rows of one segment support no sinks and no window, not {sliding_window}")
     if first == 0:
-        return segments(q, k, v, cu_seq_lens_q, max_length_q, scaling, window).unsqueeze(0), None
+        return segments(q, k, v, cu_seq_lens_q, max_length_q, scaling, window, s_aux).unsqueeze(0), None
     if first == len(q):
         return _single_segments(q, k, v, single_segment_rows, scaling).unsqueeze(0), None
     (q, q_rest), (k, k_rest), (v, v_rest) = (t.split([first, len(q) - first]) for t in (q, k, v))
@@ -94,8 +95,10 @@ def _single_segments(q: Tensor, k: Tensor, v: Tensor, rows: int, scale: float | 
 
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None,
-    window: tuple[int, int],
+    window: tuple[int, int], sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if sinks is not None:
+        return flash_with_sinks(q, k, v, sinks, cu_seqlens, longest, scale, window)
     if flash4.serves(q.device, q.shape[-1]):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         return flash4.flash4_attention(q, k, v, cu_seqlens, longest, scale, window)[0]
@@ -117,7 +120,7 @@ def _wants_gqa_flag() -> bool:
 
 def _segment_by_segment(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float | None,
-    window: tuple[int, int],
+    window: tuple[int, int], sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Plain SDPA, one segment after the other; on the meta device every segment is the longest."""
     k, v = (_for_each_head(t, q) for t in (k, v))
@@ -126,9 +129,14 @@ def _segment_by_segment(
     for start, stop in pairwise(borders):
         qs, ks, vs = (t[start:stop].transpose(0, 1).unsqueeze(0) for t in (q, k, v))
         mask = None
-        if 0 <= window[0] < stop - start - 1:
-            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
-            mask = mask.tril().triu(-window[0])
+        if 0 <= window[0] < stop - start - 1 or sinks is not None:
+            mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
+            mask = mask.triu(-window[0]) if window[0] >= 0 else mask
+        if sinks is not None and mask is not None:  # one more key, whose score is the sink and value is 0
+            ks, vs = (functional.pad(t, (0, 0, 0, 1)) for t in (ks, vs))
+            scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(mask), 1)
+            mask = torch.cat([scores.expand(len(sinks), -1, -1), sink], -1).unsqueeze(0)
         causal = mask is None
         attended = functional.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=causal, scale=scale)
         out.append(attended.squeeze(0).transpose(0, 1))

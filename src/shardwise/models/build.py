@@ -20,6 +20,7 @@ from shardwise.errors import JobError
 from shardwise.job.schema import Model
 from shardwise.kernels.fused import fuse_gelu
 from shardwise.models import adapters
+from shardwise.models.expert_biases import sum_in_parallel
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
 from shardwise.models.rotary import fix_frequencies
@@ -149,6 +150,7 @@ def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> Pr
     if code is not None:
         code.prepare(built)
     fuse_gelu(built)
+    sum_in_parallel(built)
     return built
 
 

@@ -50,6 +50,8 @@ class Family:
     """Some weights act between layers of the tensor-parallel plan and are not in it (transformers 5.23)."""
     attends: bool = True
     """Has attention heads."""
+    sinks: bool = False
+    """Every softmax of its attention has one more term, which its head learns (`kernels.sinks`)."""
     fp32_parameters: bool = False
     """Holds some parameters in fp32 whatever the job's precision (decision 0019)."""
     lora_targets: tuple[str, ...] = ()
@@ -118,7 +120,7 @@ class Attention:
     implementation: str | None
     """Name for `set_attn_implementation`; None leaves what transformers picks for the model."""
     windowed: bool = False
-    """Some layers see no further back than a sliding window."""
+    """Some layers see no further back than a sliding window, or have sinks."""
     head: int = 0
     """Size of a head, where packing is `varlen`."""
 
@@ -132,7 +134,7 @@ def attention_of(config: Config) -> Attention:
             if dropout == 0.0 and plain is None and not alibi and _kernel_takes(config):
                 # Mistral and others look at nothing else, whatever their layers are called
                 local = "local" in (getattr(config, "attention_layers", None) or ())
-                windowed = bool(getattr(config, "sliding_window", None)) or local
+                windowed = bool(getattr(config, "sliding_window", None)) or local or family_of(config).sinks
                 head = _head(config)
                 return Attention(packing="varlen", implementation=VARLEN, windowed=windowed, head=head)
         elif packing != "mask" or not alibi:

@@ -91,8 +91,8 @@ class Op:
     written_bytes: int
     item_bytes: int = 2  # Of its inputs' format
     shape: tuple[int, ...] = ()
-    """matmul: (batch, m, n, k). attention: (batch, heads, key-value heads, queries, keys, head size).
-    scan: (tokens, channels, states)."""
+    """matmul: (batch, m, n, k), of experts (experts, tokens of one, n, k). attention: (batch, heads,
+    key-value heads, queries, keys, head size). scan: (tokens, channels, states)."""
     name: str = ""  # torch's name of the operator
 
 

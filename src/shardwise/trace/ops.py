@@ -112,20 +112,18 @@ def _products(
 
 
 def _grouped(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Op:
-    """Products of the experts of a mixture; a factor without an expert dimension is divided among them.
+    """Products of the experts of a mixture, of shape (experts, tokens of one, n, k).
 
-    How many tokens each expert gets is not known in advance; equal shares are the least work.
+    How many tokens each expert gets is not known in advance: equal shares.
     """
     left, right = inputs[:2]
     batch = next(t.shape[0] for t in (left, right, outputs[0]) if t.dim() == 3)
     m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-    if left.dim() == right.dim() == 2:  # a weight's gradient sums over rows
-        k = -(-k // batch)
-    elif left.dim() == 2:
-        m = -(-m // batch)
+    if left.dim() == right.dim() == 2:  # a weight's gradient sums over tokens
+        m, k = k, m
     elif right.dim() == 2:
-        n = -(-n // batch)
-    return _products("_grouped_mm", inputs, outputs, (batch, m, n, k), left)
+        m, n = n, m
+    return _products("_grouped_mm", inputs, outputs, (batch, -(-m // batch), n, k), left)
 
 
 def _factors(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -159,5 +157,12 @@ def _attention(name: str, args: Sequence[Any], inputs: Tensors, outputs: Tensors
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor that a kernel accesses; an expanded tensor is no larger than its storage."""
-    return min(math.prod(tensor.shape) * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """Bytes of a tensor that a kernel accesses, with those between its elements; at most its storage."""
+    item = tensor.element_size()
+    apart = min((s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s), default=1)
+    accessed = math.prod(tensor.shape) * item * min(apart, SECTOR // item)
+    return min(accessed, tensor.untyped_storage().nbytes())
+
+
+SECTOR = 32
+"""Bytes that a GPU's memory reads at once."""

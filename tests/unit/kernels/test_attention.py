@@ -22,7 +22,9 @@ def allowed(window):
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_values_and_gradients_equal_masked_attention(window, key_heads):
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_values_and_gradients_equal_masked_attention(window, key_heads, sinks):
+    """A sink is one more column of scores, which the softmax counts and which has no value."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, TOTAL, 8, generator=generator, dtype=torch.float64).requires_grad_()
     k, v = (
@@ -30,16 +32,20 @@ def test_values_and_gradients_equal_masked_attention(window, key_heads):
         for _ in "kv"
     )
     scores = q @ k.repeat_interleave(4 // key_heads, 1).transpose(2, 3) * 0.7
-    weights = scores.masked_fill(~allowed(window), float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~allowed(window), float("-inf"))
+    sink = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_()
+    column = sink.view(1, 4, 1, 1).expand(-1, -1, TOTAL, 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1] if sinks else scores.softmax(-1)
     expected = (weights @ v.repeat_interleave(4 // key_heads, 1)).transpose(1, 2)
     out, _ = varlen_attention(
         torch.nn.Module(), q, k, v, None, scaling=0.7, sliding_window=window,
-        cu_seq_lens_q=CU_SEQLENS, max_length_q=max(SEGMENTS),
+        cu_seq_lens_q=CU_SEQLENS, max_length_q=max(SEGMENTS), s_aux=sink if sinks else None,
     )  # fmt: skip
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    right = torch.autograd.grad(expected, (q, k, v), upstream)
-    left = torch.autograd.grad(out, (q, k, v), upstream)
+    learned = (q, k, v, sink) if sinks else (q, k, v)
+    right = torch.autograd.grad(expected, learned, upstream)
+    left = torch.autograd.grad(out, learned, upstream)
     assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(left, right, strict=True))
 
 
@@ -56,8 +62,9 @@ def test_a_window_that_only_the_layer_knows_holds_and_the_argument_goes_first():
         assert torch.equal(
             varlen_attention(layer, q, k, v, None, sliding_window=given, **borders)[0], expected
         )
-    with pytest.raises(RuntimeError, match="window"):
-        varlen_attention(layer, q, k, v, None, single_segment_rows=1, **borders)
+    for module, sinks in ((layer, None), (plain, torch.zeros(2))):
+        with pytest.raises(RuntimeError, match="window"):
+            varlen_attention(module, q, k, v, None, single_segment_rows=1, s_aux=sinks, **borders)
 
 
 def test_the_mask_opens_exactly_the_segments():

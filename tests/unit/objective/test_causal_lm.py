@@ -66,6 +66,7 @@ ARCHITECTURES = {
         "varlen",
         {**GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gpt_oss": ("varlen", {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "granite": ("varlen", {**GROUPED, "logits_scaling": 3.0, "attention_multiplier": 0.2}),
     "smollm3": ("varlen", {**GROUPED, "no_rope_layers": [1, 0]}),
     "smollm3-window": ("varlen", {**GROUPED, **WINDOW, "no_rope_layers": [1, 0]}),

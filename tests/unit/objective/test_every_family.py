@@ -74,6 +74,14 @@ def test_most_families_with_masks_need_none_for_one_segment() -> None:
     assert "attention_mask" not in CausalLM(tiny_model("gpt2", attn_pdrop=0.1)).inputs(batch)
 
 
+def test_sinks_are_kept_where_rows_of_one_segment_have_a_kernel_of_their_own() -> None:
+    """On Hopper, which has no kernel with sinks for such rows; also where no layer has a window."""
+    config = tiny_model("gpt_oss", sliding_window=None, layer_types=["full_attention"] * 2).config
+    assert attention_of(config).windowed
+    assert not CausalLM(tiny_model("gpt_oss", sliding_window=None)).separates(torch.device("meta"))
+    assert CausalLM(tiny_model("llama")).separates(torch.device("meta"))
+
+
 @pytest.mark.parametrize("name", LEAKING)
 def test_what_is_refused_leaks_and_trains_on_plain_rows(name: str) -> None:
     model, pairs = tiny_model(name), samples()

@@ -83,6 +83,9 @@ class Roofline:
         rules = table()["matmul"]
         if op.item_bytes == 4:
             computing: float = op.flops / (self.fp32_flops * rules["fp32_share"])
+        elif op.name == "_grouped_mm":
+            share = rules["grouped_share"] / (1 + rules["grouped_rows"] / op.shape[1])
+            computing = op.flops / (self.half_flops * share)
         elif any(size * op.item_bytes % ALIGNED_BYTES for size in self._sizes.intersection(op.shape[1:])):
             computing = op.flops / (self.half_flops * rules["unaligned_share"])
         else:
