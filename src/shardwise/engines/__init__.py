@@ -1,5 +1,8 @@
 """The registry of engines: each has a folder with a descriptor (`spec.py`), free of torch."""
 
+import json
+import shlex
+
 from shardwise.engines.ddp.spec import Ddp
 from shardwise.engines.deepspeed.spec import DeepSpeed
 from shardwise.engines.descriptor import EngineSpec
@@ -34,3 +37,10 @@ def spec_problems(spec: str | StrategySpec) -> list[Problem]:
 def settings_of(strategy: Strategy) -> StrategySpec:
     """A strategy as the `strategy` section of a job: the one conversion back from a strategy."""
     return descriptor(strategy).settings(strategy)
+
+
+def strategy_flag(strategy: Strategy) -> str:
+    """`--set strategy=...` for a shell: its name where that says all, else the parts that are no defaults."""
+    parts = settings_of(strategy)
+    named = (name for name in NAMED if settings_of(Strategy(**parts_of(name))) == parts)
+    return f"--set strategy={next(named, shlex.quote(json.dumps(parts.model_dump(exclude_defaults=True))))}"

@@ -4,13 +4,11 @@ The failure corrects the plan: what a process used beyond its prediction is adde
 That is the best guess: they share the model, the kernels and whatever else is on the GPU.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardwise.engines import settings_of
+from shardwise.engines import settings_of, strategy_flag
 from shardwise.hardware.hardware import Hardware
-from shardwise.job.strategies import NAMED
 from shardwise.planner.plan import Option
 from shardwise.planner.search import MARGIN, rank
 from shardwise.strategy import Strategy
@@ -32,11 +30,7 @@ def corrected(option: Option, beyond_bytes: int) -> Option:
 
 
 def following(
-    failed: Option,
-    options: Iterable[Option],
-    tried: Sequence[Strategy],
-    beyond_bytes: int,
-    hardware: Hardware,
+    failed: Option, options: Iterable[Option], tried: list[Strategy], beyond_bytes: int, hardware: Hardware
 ) -> Option | None:
     """What to retry with: the fastest that needs less than `failed` and fits after correction, if any.
 
@@ -67,16 +61,13 @@ def reliefs(failed: Option, options: Sequence[Option], beyond_bytes: int, hardwa
 
 def flags(asked: Strategy, other: Strategy) -> list[str]:
     """What to add to the command line to get from one strategy to the other."""
-    changes = []
-    if asked.name != other.name:
-        parts = settings_of(other).model_dump(exclude={"bucket", "overlap_comm"}, exclude_none=True)
-        changes.append(f"strategy={other.name if other.name in NAMED else repr(json.dumps(parts))}")
+    changes = [] if settings_of(asked) == settings_of(other) else [strategy_flag(other)]
     if asked.micro_batch != other.micro_batch:
-        changes.append(f"train.micro_batch={other.micro_batch}")
+        changes.append(f"--set train.micro_batch={other.micro_batch}")
     if asked.checkpoint_every != other.checkpoint_every:
         word = {0: "none", 1: "full"}.get(other.checkpoint_every, str(other.checkpoint_every))
-        changes.append(f"train.checkpointing={word}")
-    return [f"--set {change}" for change in changes]
+        changes.append(f"--set train.checkpointing={word}")
+    return changes
 
 
 def leaner_unpredicted(failed: Strategy) -> list[Strategy]:

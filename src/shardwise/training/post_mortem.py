@@ -201,8 +201,7 @@ def _changes(case: Case) -> Iterator[Problem]:
         return
     options = {option.strategy: option for option in (*case.own_kind, *case.all_kinds)}
     options.pop(case.failed, None)
-    found = reliefs(failed, list(options.values()), case.beyond_bytes, case.hardware)
-    for option in found:
+    for option in reliefs(failed, list(options.values()), case.beyond_bytes, case.hardware):
         saved = failed.prediction.memory.needed_bytes - option.prediction.memory.needed_bytes
         times = option.prediction.time.step_seconds / failed.prediction.time.step_seconds
         enough = "" if option.fit != "no" else ", which is not enough"

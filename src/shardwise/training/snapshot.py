@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardwise.data.loader import BatchStream
+from shardwise.engines import strategy_flag
 from shardwise.engines.runtime.host_copy import HostCopy
 from shardwise.engines.runtime.protocol import Engine
 from shardwise.engines.runtime.state import OLDER, PICKLED, WrongValueError, check_pickles, weights_in
@@ -28,6 +29,7 @@ from shardwise.job.schema import Model, Optimizer
 from shardwise.models.fingerprint import other_base
 from shardwise.record.manifest import Manifest, Origin, read_json, reading
 from shardwise.record.read import EVENTS, read_events
+from shardwise.strategy import Strategy
 from shardwise.training.checkpoint import Checkpoint, CheckpointStore
 from shardwise.training.loop import START_AGAIN
 from shardwise.training.saving import Progress
@@ -140,9 +142,8 @@ class Snapshots:
     def _beginning(self) -> Progress:
         """Where a run goes on that ended before its first checkpoint."""
         events = self.store.folder.parent / EVENTS
-        saved = (
-            [one["step"] for one in read_events(events) if one["kind"] == "save"] if events.exists() else []
-        )
+        found = read_events(events) if events.exists() else ()
+        saved = [one["step"] for one in found if one["kind"] == "save"]
         if saved:
             what = f"the run has saved step {saved[-1]}, and no checkpoint is there"
             fix = "restore it from a copy, or start again under another name"
@@ -175,8 +176,8 @@ def check_origin(manifest: Manifest, expected: Origin, *, where: str, named: boo
     problems = _differences(saved.identity, expected.identity)
     if not named and _place(saved) != _place(expected):
         what = f"saved by {_place(saved)} in DeepSpeed's own files, and this run is {_place(expected)}"
-        fix = f"resume with --set strategy={saved.strategy.get('name')} --processes {saved.world_size}"
-        problems.append(Problem(what=what, fix=fix))
+        flag = strategy_flag(Strategy.from_json(saved.strategy))
+        problems.append(Problem(what=what, fix=f"resume with {flag} --processes {saved.world_size}"))
     if problems:
         raise CheckpointError(f"{where} cannot be resumed like this", problems=problems)
 
@@ -242,8 +243,7 @@ def _place(origin: Origin) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return text if len(text := repr(value)) <= 80 else f"{text[:77]}..."
 
 
 NAME = "state.json"

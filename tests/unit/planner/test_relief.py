@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from shardwise.engines import settings_of, strategy_flag
+from shardwise.engines.facts import Architecture
+from shardwise.job.load import check_job
 from shardwise.job.schema import Job
 from shardwise.job.source import Document, apply
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.relief import corrected, flags, following, leaner_unpredicted, reliefs, same_state
+from shardwise.space.candidates import candidates
 from shardwise.strategy import Strategy
 from shardwise.units import GIB
 
@@ -152,3 +156,71 @@ def test_the_flags_make_a_job_of_the_other_strategy(other: Strategy) -> None:
     expected = {0: "none" if ZERO2.checkpoint_every else "auto", 1: "full"}
     assert job.train.checkpointing == expected.get(other.checkpoint_every, other.checkpoint_every)
     assert job.train.micro_batch == (None if other.micro_batch == 4 else other.micro_batch)
+
+
+SHAPE_8B = Architecture(
+    blocks=32, key_value_heads=8, flash_attention=True, plan_styles=frozenset({"colwise", "rowwise"})
+)
+
+
+def allowed(job: Job, gpus: int, gpus_per_node: int) -> list[Strategy]:
+    found, _ = candidates(
+        job, world_size=gpus, gpus_per_node=gpus_per_node, capability=(9, 0), architecture=SHAPE_8B
+    )
+    return found
+
+
+@pytest.mark.parametrize("lora", [None, {}])
+@pytest.mark.parametrize(("gpus", "gpus_per_node"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+def test_the_flags_of_each_strategy_of_a_plan_leave_exactly_that_strategy(
+    gpus: int, gpus_per_node: int, lora: dict[str, Any] | None
+) -> None:
+    """Pasted into a shell; as do all the parts written out, with the defaults among them."""
+    job = Job.model_validate(
+        {"name": "x", "model": {"source": "llama-3.1-8b", "lora": lora}, "data": {"train": "t"}}
+    )
+    strategies = allowed(job, gpus, gpus_per_node)
+    assert len({one.name for one in strategies}) >= (6 if gpus == 1 else 12)
+    for one in strategies:
+        rest = flags(replace(one, micro_batch=0, checkpoint_every=-1), one)
+        short = [word for flag in [strategy_flag(one), *rest] for word in shlex.split(flag)[1:]]
+        full = [f"strategy={settings_of(one).model_dump_json()}", *short[1:]]
+        for changes in (short, full):
+            assert allowed(check_job(job, changes).job, gpus, gpus_per_node) == [one], changes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "text"),
+    [
+        (ZERO2, "zero2"),
+        (Strategy(engine="single"), "single"),
+        (Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"), "fsdp2-offload"),
+        (Strategy(engine="fsdp2", reshard=False), '{"engine": "fsdp2", "reshard": false}'),
+        (replace(ZERO2, bucket=10**8), '{"engine": "deepspeed", "stage": 2, "bucket": 100000000}'),
+        (Strategy(engine="ddp", powersgd=4), '{"engine": "ddp", "powersgd": 4}'),
+        (
+            Strategy(engine="pipeline", stage=1, pipeline=2, pipeline_schedule="interleaved"),
+            '{"engine": "pipeline", "pipeline": 2, "pipeline_schedule": "interleaved"}',
+        ),
+        (
+            Strategy(engine="deepspeed", stage=3, offload_optimizer="nvme", nvme_path="/it's 1e3"),
+            '{"engine": "deepspeed", "stage": 3, "offload_optimizer": "nvme", "nvme_path": "/it\'s 1e3"}',
+        ),
+    ],
+)
+def test_a_strategy_is_shown_by_its_name_or_the_parts_that_are_no_defaults(
+    strategy: Strategy, text: str
+) -> None:
+    words = shlex.split(strategy_flag(strategy))
+    assert words == ["--set", f"strategy={text}"]
+    document = Document(
+        name="job.yaml", values={"name": "x", "model": {"source": "m"}, "data": {"train": "t"}}
+    )
+    apply(document, words[1:])
+    read = Job.model_validate(document.values).strategy
+    assert read == (settings_of(strategy) if text.startswith("{") else text)
+
+
+def test_another_bucket_is_another_strategy_to_paste() -> None:
+    """Both are called zero2; without a flag the run would fail again as it did."""
+    assert flags(replace(ZERO2, bucket=10**9), ZERO2) == ["--set strategy=zero2"]
