@@ -228,6 +228,17 @@ def test_fsdp2_offloads_shards_and_gradients() -> None:
     assert sorted(_pass(schedule, COPY)) == [HALF * 4 / 4] * 4  # two gathers, two gradients
 
 
+def test_fsdp2_adds_offloaded_gradients_up_on_the_host() -> None:
+    """The GPU reads no earlier sum: a later micro-batch moves as much there as the first one."""
+    schedule = _schedule("fsdp2", accumulation=2, offload_parameters="cpu", **CPU)
+    first, later = (_pass(schedule, COMMUNICATE, first=one) for one in (True, False))
+    assert first[-2:] == later[-2:] == [HALF * (2 + 4 + (4 + 4))] * 2
+    issued = [
+        sum(item[1] for item in _work(schedule, first=one) if item[0] == ISSUE) for one in (True, False)
+    ]
+    assert issued[1] > issued[0]
+
+
 def test_fsdp2_without_resharding_releases_all_groups_after_the_last_micro_batch() -> None:
     schedule = _schedule("fsdp2", reshard=False, accumulation=2)
     for last, gathered in ((False, {0, 1}), (True, set())):
@@ -320,8 +331,8 @@ def test_hsdp_steps_the_share_of_a_group() -> None:
 # Waits and the host's time
 
 
-def _work(schedule: Schedule) -> list[Work]:
-    return schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+def _work(schedule: Schedule, *, first: bool = True) -> list[Work]:
+    return schedule._recorded(lambda: schedule.micro_batch(first=first, last=True))
 
 
 def test_a_reduction_waits_for_the_one_before_it() -> None:

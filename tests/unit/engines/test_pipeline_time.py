@@ -6,8 +6,22 @@ from typing import Any
 
 import pytest
 
+from shardwise.engines import descriptor
 from shardwise.engines.pipeline.time import Costs, _links, finished
 from shardwise.hardware.parse import parse_hardware
+from shardwise.simulate.step_trace import (
+    BACKWARD,
+    FORWARD,
+    FORWARD_END,
+    GRADIENT,
+    OP,
+    Event,
+    Op,
+    Parameter,
+    StepTrace,
+    Unit,
+)
+from shardwise.simulate.time.step import Played, predict_time
 from shardwise.strategy import Strategy
 
 
@@ -72,3 +86,72 @@ def test_stages_of_different_nodes_send_over_the_network() -> None:
     assert _links(strategy(pipeline=2, data_parallel=8), hardware) == [inter, inter]
     assert _links(strategy(pipeline=4, data_parallel=4), hardware) == [intra, inter, intra, inter]
     assert _links(strategy(pipeline=2, data_parallel=4), hardware) == [intra, intra]
+
+
+def trace(width: int, *, tied: bool = False) -> StepTrace:
+    """Four blocks of one square matrix, an embedding and a head, in bf16; tied ends share their weights."""
+    shapes = [(width, width)] * 4 + [(1024, width)] * (1 if tied else 2)
+    units = [Unit(name=f"{block}", block=block, parameters=(block,)) for block in range(4)]
+    units += [
+        Unit(name="embed", block=-1, parameters=(4,)),
+        Unit(name="head", block=-1, parameters=(4 if tied else 5,)),
+    ]
+    events: list[Event] = []
+    for unit in (4, 0, 1, 2, 3, 5):
+        events += [(FORWARD, unit), (OP, 0), (FORWARD_END, unit)]
+    for unit in (5, 3, 2, 1, 0, 4):
+        events += [(BACKWARD, unit), (OP, 0), (OP, 0)]
+        events += [(GRADIENT, units[unit].parameters[0], unit)] if unit != 5 or not tied else []
+    product = Op(
+        kind="matmul",
+        flops=2.0 * width**3,
+        read_bytes=4 * width**2,
+        written_bytes=2 * width**2,
+        item_bytes=2,
+        shape=(1, width, width, width),
+        name="mm",
+    )
+    return StepTrace(
+        parameters=tuple(
+            Parameter(name=f"{n}", shape=shape, item_bytes=2, trainable=True)
+            for n, shape in enumerate(shapes)
+        ),
+        buffers=(),
+        units=tuple(units),
+        events=tuple(events),
+        ops=(product,),
+        rows=1,
+        sequence_length=width,
+        checkpoint_every=0,
+        precision="bf16",
+    )
+
+
+def play(made: StepTrace, one: Strategy) -> Played:
+    return descriptor(one).play(made, one, parse_hardware("2xH200"))
+
+
+def test_tied_ends_send_the_embeddings_gradient_there_and_the_sum_back() -> None:
+    """Once a step, in fp32; the stages train as many elements as with a head of its own."""
+    tied, apart = (play(trace(4096, tied=both), strategy(accumulation=4)) for both in (True, False))
+    link = parse_hardware("2xH200").intra
+    sent = 2 * (link.latency_seconds + 4 * 1024 * 4096 / link.bytes_per_second)
+    assert tied.seconds - apart.seconds == pytest.approx(sent)
+    assert tied.totals.communication - apart.totals.communication == pytest.approx(sent)
+
+
+def test_small_passes_last_as_long_as_the_process_issues_them() -> None:
+    small = play(trace(64), strategy(accumulation=8))
+    assert small.totals.compute < small.totals.issue / 10
+    assert small.seconds > small.totals.issue
+    large = play(trace(8192), strategy(accumulation=8))
+    assert large.seconds > large.totals.compute > 10 * large.totals.issue
+
+
+def test_a_stage_runs_its_share_of_what_follows_the_clock() -> None:
+    """Two stages of a micro-batch: a GPU computes half of what one alone does."""
+    hardware, made = parse_hardware("2xH200"), trace(4096)
+    halves, alone = strategy(accumulation=4), Strategy(engine="single", accumulation=4)
+    both = [predict_time(made, one, hardware, play(made, one)) for one in (halves, alone)]
+    assert both[1].clocked_seconds > 0
+    assert both[0].clocked_seconds == pytest.approx(both[1].clocked_seconds / 2)

@@ -7,6 +7,8 @@ import pytest
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.time import collectives as c
 from shardwise.simulate.time.collectives import BASE_SECONDS, Group, group
+from shardwise.simulate.time.step import slowest_links
+from shardwise.strategy import Strategy
 
 GB = 1e9
 NVLINK = 18 * 20.6 * GB  # what NCCL's rings reach on NVLink 4
@@ -67,6 +69,11 @@ def test_few_bytes_take_the_tree_between_many_nodes() -> None:
     assert seconds < ring / 5
 
 
+def test_a_tree_over_three_nodes_is_two_high() -> None:
+    three = group(parse_hardware("3x8xH200"), 24)
+    assert three.tree_latency_seconds == pytest.approx(7 * NVLINK_LATENCY + 2 * ADAPTER_LATENCY)
+
+
 def test_the_tree_has_less_than_the_rings_rate() -> None:
     many = group(parse_hardware("16x8xH200"), 128)
     more = c.all_reduce(2**20, many) - c.all_reduce(2**19, many)
@@ -111,3 +118,17 @@ def test_an_oversubscribed_fabric_divides_what_passes_between_nodes() -> None:
     assert full.bytes_per_second == pytest.approx(8 * 12 * GB)
     assert half.bytes_per_second == pytest.approx(8 * 6 * GB)
     assert c.all_gather(GB, half) > 1.9 * c.all_gather(GB, full)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown"),
+    [
+        ("2x8xH200", "nvlink4 and 8xib400"),  # 384 GB/s of adapters next to 371 of NVLink
+        ("2x4xRTX4090+ib200", "pcie4x16 through host memory"),  # four adapters of 24 GB/s next to 13
+        ("2x8xH200+eth100", "1xeth100"),
+    ],
+)
+def test_a_network_is_named_where_it_is_slower_or_hardly_faster(gpus: str, shown: str) -> None:
+    hardware = parse_hardware(gpus)
+    one = Strategy(engine="fsdp2", data_parallel=hardware.world_size)
+    assert slowest_links(hardware, one)[0] == shown
