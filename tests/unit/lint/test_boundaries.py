@@ -157,6 +157,19 @@ def test_a_range_of_versions(versions: str, installed: str, holds: bool) -> None
     assert holds_for(versions, "deepspeed", installed) is holds
 
 
+@pytest.mark.parametrize(
+    ("total", "near"), [(3, "8"), (7, "8"), (9, "8 or 16"), (15, "8 or 16"), (8, None), (16, None)]
+)
+def test_a_batch_of_no_rows_is_not_proposed(total: int, near: str | None) -> None:
+    """8 processes: below one row each, only the larger batch is left."""
+    values = {"train_batch_size": total, "bf16": {"enabled": True}, **zero(stage=2)}
+    document = read(json.dumps(values), "ds.json")
+    found = check(Setup(documents=(document,), asked_world_size=8)).findings
+    fixes = [one.fix for one in found if one.rule == "batch-arithmetic"]
+    instead = "remove it and give `train_micro_batch_size_per_gpu`"
+    assert fixes == ([f"`train_batch_size`: {near}, or {instead}"] if near else [])
+
+
 def test_a_fix_without_words_describes_its_change() -> None:
     documents = (
         read(json.dumps({**BASE, "scheduler": {"type": "WarmupDecayLR"}}), "ds.json"),
