@@ -58,6 +58,16 @@ CASES: tuple[tuple[dict[str, Any], dict[str, Any], list[tuple[str, str]]], ...] 
     (zero(stage3_max_live_parameters=1e9), {}, [("stage-is-missing", "error")]),
     (zero(stage=2, stage3_max_live_parameters=1e9), {}, [("stage-3-key-below-stage-3", "warning")]),
     (zero(stage=2, zero_quantized_weights=False), {}, []),  # requests nothing
+    (zero(stage=0, offload_param=CPU, overlap_comm=None), {}, [("offload-param-needs-stage-3", "error")]),
+    (zero(stage=2, offload_param=CPU), {}, [("offload-param-needs-stage-3", "error")]),
+    (zero(**STAGE_3, offload_param=CPU), {}, []),
+    # 8 processes, 2 of which share each row: 4 micro-batches of 1
+    ({"train_batch_size": 4, "sequence_parallel_size": 2, **zero(stage=2)}, {"asked_world_size": 8}, []),
+    (
+        {"train_batch_size": 8, "sequence_parallel_size": 2, **zero(stage=2)},
+        {"asked_world_size": 8},
+        [("batch-arithmetic", "error")],
+    ),
     (zero(stage=2, zero_quantized_weights=True), {}, [("stage-3-key-below-stage-3", "warning")]),
     # buckets: of a wide model the cap counts, not its matrix
     (zero(**STAGE_3, reduce_bucket_size=1 << 24), {"model": WIDE}, []),
