@@ -6,6 +6,7 @@ The weights stay as they are, so the model may be on the meta device. LoRA layer
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Collection
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -65,7 +66,10 @@ def _apply_liger(model: PreTrainedModel, kernels: Collection[str]) -> list[str]:
     known = inspect.signature(apply).parameters
     choices = {name: name in kernels for name in _KERNELS if name in known}
     others = {name: False for name in ("cross_entropy", "fused_linear_cross_entropy") if name in known}
+    code = vars(sys.modules[type(model).__module__])
+    classes = {name: value for name, value in code.items() if isinstance(value, type)}
     apply(model=model, **choices, **others)
+    code.update(classes)  # a model that is built later, to predict one, has no kernels of Triton
     for module in model.modules() if "rms_norm" in kernels else ():
         if type(module).__name__.endswith("RMSNorm") and not hasattr(module, "casting_mode"):
             _patch_rms_norm_module(module, in_place=False)  # Liger forgets OLMo-2's norms of query and key
