@@ -40,7 +40,7 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     """
     from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
 
-    candidates = linear_modules(model)
+    candidates, dtype = linear_modules(model), model.dtype
     only = family_of(model.config).lora_targets
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
@@ -65,13 +65,14 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         peft = get_peft_model(model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True)
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            parameter.data = parameter.data.to(model.dtype)  # PEFT leaves adapters on the meta device in fp32
+            parameter.data = parameter.data.to(dtype)  # PEFT leaves adapters on the meta device in fp32
     # the saved adapter is for the base as published
     config.fan_in_fan_out = any(
         isinstance(m, Conv1D) or (isinstance(m, QuantizedLinear) and m.transposed)
         for m in candidates.values()
     )
-    config.modules_to_save = _train_in_full(model, lora.modules_to_save) or None
+    if lora.modules_to_save:
+        config.modules_to_save = _train_in_full(model, lora.modules_to_save)
     config.base_model_name_or_path = source  # PEFT put the model's own, empty name there
     config.revision = revision
     return peft

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +55,17 @@ class BuiltModel:
     """For people: where shape and weights come from."""
     notes: list[str]
     """For people: remarks on the model; mostly empty."""
-    skeleton: PreTrainedModel
-    """The same model as published: no adapters, never filled or sharded. Its config is saved."""
+    make_skeleton: Callable[[], PreTrainedModel]
+    """Builds `skeleton` once, when it is first needed: planning does without it."""
     peft: PeftModel | None
     """PEFT's wrapper around `model`."""
     spec: Model
     found: Source
+
+    @property
+    def skeleton(self) -> PreTrainedModel:
+        """The same model as published: no adapters, never filled or sharded. Its config is saved."""
+        return self.make_skeleton()
 
 
 def build_model(
@@ -82,8 +88,9 @@ def build_model(
     """
     found = find_source(model)
     config = read_config(model, found, vocab_size)
-    skeleton = _construct(config, model, dtype)
-    built = _construct(copy.deepcopy(config), model, dtype)
+    skeleton = cache(partial(_construct, copy.deepcopy(config), model, dtype))
+    built = _construct(config, model, dtype)
+    total = count_parameters(built)
     check_shape(built, model, found)
     build_buffers(built)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
@@ -95,41 +102,41 @@ def build_model(
         source = RandomWeights(skeleton, seed=seed)
     else:
         assert found.folder is not None
-        source = open_weights(found.folder, skeleton, dtype=dtype)
+        source = open_weights(found.folder, skeleton(), dtype=dtype)
         if source.unused:
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
+    notes += _expert_notes(built, model)
     if model.quantization != "none":
         adapters.quantize_linears(built, model.quantization)
     peft = None
     if model.lora is not None:
         peft = adapters.add_lora(built, model.lora, source=model.source, revision=model.revision)
-        notes += _expert_notes(skeleton, model)
-    in_adapters = [p.numel() for name, p in built.named_parameters() if adapters.is_adapter(name)]
+    trainable = {name: p for name, p in built.named_parameters() if p.requires_grad}
     return BuiltModel(
         model=built,
         blocks=blocks,
         weights=Weights(built, source, seed=seed),
         config=built.config,
-        total=count_parameters(skeleton) + sum(in_adapters),
-        trainable=count_parameters(built, trainable=True),
-        trainable_shapes={name: p.shape for name, p in built.named_parameters() if p.requires_grad},
-        trainable_dtypes={name: p.dtype for name, p in built.named_parameters() if p.requires_grad},
+        total=total + sum(p.numel() for name, p in trainable.items() if adapters.is_adapter(name)),
+        trainable=sum(p.numel() for p in trainable.values()),
+        trainable_shapes={name: p.shape for name, p in trainable.items()},
+        trainable_dtypes={name: p.dtype for name, p in trainable.items()},
         source=f"{found.description}, {'random' if model.weights == 'random' else 'pretrained'} weights",
         notes=notes,
-        skeleton=skeleton,
+        make_skeleton=skeleton,
         peft=peft,
         spec=model,
         found=found,
     )
 
 
-def _expert_notes(skeleton: PreTrainedModel, model: Model) -> list[str]:
+def _expert_notes(built: PreTrainedModel, model: Model) -> list[str]:
     """What LoRA and quantisation leave out of a mixture of experts."""
-    if not adapters.has_stacked_experts(skeleton):
+    if model.lora is None or not adapters.has_stacked_experts(built):
         return []
     notes = ["the experts get no adapter: they are not linear modules"]
-    if taken := adapters.taken_for_experts(skeleton):
+    if taken := adapters.taken_for_experts(built):
         notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
     if model.quantization != "none":
         notes.append("the experts are not quantised: they are not linear modules")

@@ -5,7 +5,7 @@ a published model's files (`file_weights`). Adapters are in no source: they star
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
@@ -149,14 +149,17 @@ class RandomWeights(WeightSource):
     its children's weights again (GPT-2 scales its residual projections).
     """
 
-    def __init__(self, skeleton: PreTrainedModel, *, seed: int) -> None:
-        """`skeleton` is the model on the meta device without adapters, which nothing else changes."""
-        self._seed = seed
+    def __init__(self, make_skeleton: Callable[[], PreTrainedModel], *, seed: int) -> None:
+        """The skeleton is the model on the meta device without adapters, which nothing else changes."""
+        self._make_skeleton, self._seed = make_skeleton, seed
+        self._units: dict[int, list[tuple[nn.Module, PreTrainedModel]]] = defaultdict(list)
+        self._unit_of_tensor: dict[str, int] = {}
+
+    def _find_units(self) -> None:
+        skeleton = self._make_skeleton()
         self._names = {module: name for name, module in skeleton.named_modules()}
         blocks = enumerate(find_blocks(skeleton))
         unit_of = {module: index for index, block in blocks for module in block.modules()}
-        self._units: dict[int, list[tuple[nn.Module, PreTrainedModel]]] = defaultdict(list)
-        self._unit_of_tensor: dict[str, int] = {}
         for module, initialiser in children_first(skeleton, skeleton):
             unit = unit_of.get(module, _OUTSIDE)
             self._units[unit].append((module, initialiser))
@@ -165,6 +168,8 @@ class RandomWeights(WeightSource):
 
     def read(self, names: Sequence[str], device: torch.device) -> Mapping[str, Tensor]:
         """Initial values in fp32, from which every other dtype is rounded."""
+        if not self._units:
+            self._find_units()
         found: dict[str, Tensor] = {}
         for unit in sorted({self._unit_of_tensor[name] for name in names}):
             values = self._initialise(self._units[unit], device)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.build import BuiltModel
+from shardwise.models.structure import copied
 from shardwise.simulate.step_trace import Parameter, Unit
 
 
@@ -33,7 +34,8 @@ class Layout:
         named = list(built.model.named_parameters())
         self._originals = [p for _, p in named]
         index = {id(p): i for i, p in enumerate(self._originals)}
-        layers = [module for module in built.model.modules() if isinstance(module, QuantizedLinear)]
+        modules = {module: name for name, module in built.model.named_modules()}
+        layers = [module for module in modules if isinstance(module, QuantizedLinear)]
         quantized = {id(layer.weight): layer.in_features * layer.out_features for layer in layers}
         shapes = [full.parameters[i].shape if full else tuple(p.shape) for i, (_, p) in enumerate(named)]
         self.parameters: tuple[Parameter, ...] = tuple(
@@ -48,14 +50,13 @@ class Layout:
             for (name, p), shape in zip(named, shapes, strict=True)
         )
         self.buffers = tuple(b.numel() * b.element_size() for b in built.model.buffers())
-        inside = {id(module) for block in built.blocks for module in block.modules()}
-        outside = [module for module in built.model.modules() if id(module) not in inside]
+        inside = {module for block in built.blocks for module in block.modules()}
+        outside = [module for module in modules if module not in inside]
         owners = [m for m in outside if next(m.parameters(recurse=False), None) is not None]
         self._modules: list[nn.Module] = [*built.blocks, *owners]
-        names = {id(module): name for name, module in built.model.named_modules()}
         self.units = tuple(
             Unit(
-                name=names[id(module)],
+                name=modules[module],
                 block=i if i < len(built.blocks) else -1,
                 parameters=tuple(index[id(p)] for p in module.parameters()),
             )
@@ -82,15 +83,15 @@ class Layout:
         """Copy the model with only the blocks `kept`; the model itself stays as it is."""
         lists = [module for module in self._model.modules() if isinstance(module, nn.ModuleList)]
         (holder,) = [blocks for blocks in lists if list(blocks) == self._blocks]
-        copies: dict[int, object] = {}
+        copies: dict[int, Any] = {}
         everything = holder._modules
         holder._modules = {str(place): self._blocks[block] for place, block in enumerate(kept)}
         try:
-            model = copy.deepcopy(self._model, copies)
+            model = copied(self._model, copies)
         finally:
             holder._modules = everything
         return Part(
             model=model,
-            parameters={i: copies[id(p)] for i, p in enumerate(self._originals) if id(p) in copies},  # type: ignore[misc]
-            units={i: copies[id(m)] for i, m in enumerate(self._modules) if id(m) in copies},  # type: ignore[misc]
+            parameters={i: copies[id(p)] for i, p in enumerate(self._originals) if id(p) in copies},
+            units={i: copies[id(m)] for i, m in enumerate(self._modules) if id(m) in copies},
         )

@@ -227,14 +227,17 @@ class Results:
     """Results of the operators of one recording, computed by torch once for each form of their inputs.
 
     Many of torch's meta functions are Python and take up to a millisecond; repeated blocks call them with
-    equal forms.
+    equal forms. An operator that writes into its first input returns that input.
     """
 
     def __init__(self) -> None:
         self._makers: dict[Any, list[Maker]] = {}
+        self._in_place: set[Any] = set()
 
     def of(self, key: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return `function(*args, **kwargs)`; `key` is `form` of all three."""
+        if key in self._in_place and args[0].is_meta:
+            return args[0]
         if key in self._makers:
             made = tuple(make() for make in self._makers[key])
             return made[0] if len(made) == 1 else made
@@ -242,6 +245,8 @@ class Results:
         values = result if isinstance(result, tuple) else (result,)
         if _is_functional(function) and _are_new(values, tensors_in((*args, *kwargs.values()))):
             self._makers[key] = [_maker(value) for value in values]
+        elif _only_writes_first(function) and result is args[0]:
+            self._in_place.add(key)
         return result
 
 
@@ -268,6 +273,13 @@ def _is_functional(function: Any) -> bool:
     """Whether its schema says that it changes no input and returns no view of one."""
     schema = function._schema
     return all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+
+
+@cache
+def _only_writes_first(function: Any) -> bool:
+    """Whether its schema says that it writes values into its first argument, and changes nothing else."""
+    changed = [a for a in function._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return changed == function._schema.arguments[:1] and torch.Tag.inplace_view not in function.tags
 
 
 def _are_new(values: tuple[Any, ...], inputs: Iterable[Tensor]) -> bool:

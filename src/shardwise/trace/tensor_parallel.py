@@ -6,7 +6,6 @@ rank of a group has the largest parts, and is the one that is built. Its collect
 `collective`.
 """
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise.models.build import BuiltModel
-from shardwise.models.structure import find_blocks
+from shardwise.models.structure import copied, find_blocks
 from shardwise.models.tensor_plan import planned
 from shardwise.simulate.step_trace import Op
 from shardwise.trace.recorder import record_kernel
@@ -23,7 +22,7 @@ from shardwise.trace.recorder import record_kernel
 
 def cut(built: BuiltModel, degree: int) -> BuiltModel:
     """Copy a model with a rank's parts of the linear layers in the plan; everything else stays complete."""
-    model = copy.deepcopy(built.model)
+    model = copied(built.model, {})
     for name, layer, style in planned(model):
         if style in _SPLIT:
             assert isinstance(layer, nn.Linear), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch import nn
 
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.job.schema import Lora, Model
+from shardwise.models import build as build_module
 from shardwise.models.build import BuiltModel, build_model
-from shardwise.models.structure import checkpoint_blocks
+from shardwise.models.structure import checkpoint_blocks, copied
 
 CPU = torch.device("cpu")
 Saved = Callable[..., Model]
@@ -92,6 +94,32 @@ def test_adapters_of_a_mixture_stay_off_the_experts(saved: Callable[..., Model],
 def test_a_model_without_experts_is_told_nothing_of_them() -> None:
     """The weight of Mamba's convolution has three dimensions, as those of stacked experts."""
     assert build(Model(source="tiny-mamba", weights="random", lora=Lora(rank=2))).notes == []
+
+
+def test_the_published_model_is_built_once_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+    construct = build_module._construct
+    monkeypatch.setattr(build_module, "_construct", lambda *a: made.append(construct(*a)) or made[-1])
+    built = build(Model(source="tiny-llama", weights="random", lora=Lora(rank=2)))
+    assert made == [built.model], "the plan of a job needs no other"
+    built.weights.fill(built.model, torch.device("cpu"))
+    assert made == [built.model, built.skeleton]
+    assert built.skeleton.config.use_cache, "what training changes is not saved"
+    assert not any(".lora_" in name or not p.is_meta for name, p in built.skeleton.named_parameters())
+
+
+def test_a_copy_is_what_deepcopy_makes() -> None:
+    built = build(Model(source="tiny-llama", weights="random", lora=Lora(rank=2)))
+    module = built.blocks[0]
+    module.register_forward_hook(lambda *_: None)
+    mine, theirs = copied(built.model, {}), copy.deepcopy(built.model)
+    pairs = list(zip(mine.named_modules(), theirs.named_modules(), built.model.modules(), strict=True))
+    for (name, one), (other_name, other), original in pairs:
+        assert (name, type(one), vars(one).keys()) == (other_name, type(other), vars(other).keys())
+        hooks = {key: len(value) for key, value in vars(other).items() if key.endswith("_hooks")}
+        assert {key: len(vars(one)[key]) for key in hooks} == hooks
+        assert not any(vars(one)[key] is vars(original)[key] for key in hooks)
+    assert sum(len(one._forward_hooks) for (_, one), _, _ in pairs) == 1
 
 
 def test_named_targets_only() -> None:

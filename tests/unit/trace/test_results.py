@@ -50,6 +50,40 @@ def test_views_and_changes_in_place_stay_those_of_their_inputs() -> None:
         assert storages(second) == storages(x)
 
 
+class Counted:
+    """An operator that counts its calls."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._schema, self.tags = function, function._schema, function.tags
+        self.calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self._function(*args)
+
+
+def test_what_changes_only_values_is_asked_once() -> None:
+    results, function = Results(), Counted(ATEN.mul_.Tensor)
+    for x in (meta(4, 6), meta(4, 6)):
+        assert results.of((function, form((x, x))), function, (x, x), {}) is x
+    assert function.calls == 1
+
+
+def test_what_changes_a_form_in_place_is_asked_each_time() -> None:
+    results, function = Results(), Counted(ATEN.t_.default)
+    for x in (meta(3, 3), meta(3, 3)):
+        results.of((function, "equal"), function, (x,), {})
+    assert function.calls == 2
+
+
+def test_values_on_the_cpu_are_computed_each_time() -> None:
+    results, key = Results(), (ATEN.add_.Tensor, "form")
+    results.of(key, ATEN.add_.Tensor, (meta(2), 1), {})
+    real = torch.zeros(2)
+    for count in (1, 2):
+        assert results.of(key, ATEN.add_.Tensor, (real, 1), {}).tolist() == [count, count]
+
+
 def test_what_is_not_a_tensor_comes_again() -> None:
     q = meta(1, 2, 8, 64)
     args = (q, q, q, None, True, 0.0, True, False)
