@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.kernels.target import Target
 from shardwise.simulate import step_trace
 from shardwise.simulate.step_trace import ALLOC, FREE, GRADIENT, OP, Event, Op
-from shardwise.trace.ops import describe, one_pass
+from shardwise.trace.ops import describe, is_view, one_pass
 from shardwise.trace.workspace import workspace
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
@@ -26,6 +26,8 @@ _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 _NONZERO = torch.ops.aten.nonzero.default
+
+_is_view = cache(is_view)
 
 _PRIVATE: list[tuple[Any, str]] = [
     (torch._C, "_storage_Use_Count"),
@@ -107,6 +109,8 @@ class Recorder(TorchDispatchMode):
             if args[0].dtype != torch.bool:
                 raise RuntimeError("the model's code depends on values, which a traced step does not have")
             return True  # transformers asks whether all rows are single segments
+        if _is_view(function) and args[0].is_meta and args[0].untyped_storage()._cdata in self._tensors:
+            return function(*args, **kwargs)  # nothing happens on the GPU
         from_engine = sys._getframe(1).f_code.co_name == "_engine_run_backward"
         if from_engine and function is _ADD and _adds_in_place(args[0]):
             function = _ADD_IN_PLACE
