@@ -103,6 +103,8 @@ def build_model(
     else:
         assert found.folder is not None
         source = open_weights(found.folder, skeleton(), dtype=dtype)
+        if _quantised(found):
+            notes.append(f"the experts' weights are published in {_quantised(found)}, and unpacked")
         if source.unused:
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
@@ -167,7 +169,7 @@ _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 def read_config(model: Model, found: Source, vocab_size: int | None) -> PretrainedConfig:
     """Return the shape's config with the job's changes and `vocab_size` embedding rows; raises JobError."""
-    if "quantization_config" in found.config:
+    if _quantised(found) not in ("", "mxfp4"):
         what = "the published weights are quantised and cannot be trained"
         raise JobError(what, where="model.source", fix="name the model they were made from")
     kind = str(found.config["model_type"])
@@ -192,6 +194,12 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
     return config
 
 
+def _quantised(found: Source) -> str:
+    """The format of published weights that are quantised; empty for others."""
+    how = found.config.get("quantization_config")
+    return str(how.get("quant_method", "unknown")) if isinstance(how, dict) else "unknown" if how else ""
+
+
 def refused(what: str, error: Exception, model: Model, *, fix: str) -> JobError:
     """Make the JobError for what transformers says of a config."""
     where = "model.config" if model.config else f"model.source: {model.source}"
@@ -210,7 +218,8 @@ def _parse(model: Model, found: Source, changes: dict[str, Any]) -> PretrainedCo
         if "auto_map" in values:
             fix = "set model.trust_remote_code and a revision if the repository brings code you trust"
         raise JobError(what, where=f"model.source: {model.source}", fix=fix)
-    plain = {key: value for key, value in {**values, **changes}.items() if key != "auto_map"}
+    left = ("auto_map", "quantization_config")  # weights in mxfp4 are unpacked
+    plain = {key: value for key, value in {**values, **changes}.items() if key not in left}
     return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain))
 
 

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
 from shardwise.errors import CheckpointError, Problem
+from shardwise.models import mxfp4
 from shardwise.models.source import safetensors_files
 from shardwise.models.structure import tensor_names
 from shardwise.models.weights import WeightSource
@@ -29,6 +30,8 @@ SHOWN_PROBLEMS = 8
 class _Stored(NamedTuple):
     file: Path
     shape: list[int]
+    scales: Path | None = None
+    """Where the scales are of a tensor in mxfp4, whose blocks are in `file`."""
 
 
 @contextmanager
@@ -58,7 +61,7 @@ class SafetensorsWeights(WeightSource):
 
     def __init__(self, files: Sequence[Path], skeleton: PreTrainedModel) -> None:
         """Raise CheckpointError where a file is damaged, a tensor is missing or has another shape."""
-        self._stored = stored = _read_headers(files)
+        self._stored = stored = _with_unpacked(_read_headers(files))
         wanted = tensor_names(skeleton)
         rename = _file_names(list(wanted), stored, skeleton.base_model_prefix)
         self._keys: dict[str, list[str]] = {}
@@ -87,6 +90,9 @@ class SafetensorsWeights(WeightSource):
         for file, wanted in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name, key in wanted:
+                    if scales := self._stored[key].scales:
+                        found[name] = _unpack(tensors.get_tensor(f"{key}{mxfp4.BLOCKS}"), scales, key, device)
+                        continue
                     tensor = tensors.get_tensor(key)
                     if name not in found:
                         # a copy: what safetensors returns on the CPU may still be the file's pages
@@ -149,6 +155,22 @@ def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
             what = f"the weights cannot be read: {error}"
             raise CheckpointError(what, where=str(file), fix="download or copy the file again") from None
     return stored
+
+
+def _with_unpacked(stored: dict[str, _Stored]) -> dict[str, _Stored]:
+    """The two parts of each tensor in mxfp4 as one tensor, under its own name."""
+    for blocks in [key for key in stored if key.endswith(mxfp4.BLOCKS)]:
+        name = blocks.removesuffix(mxfp4.BLOCKS)
+        scales = f"{name}{mxfp4.SCALES}"
+        if scales in stored and mxfp4.fits(stored[blocks].shape, stored[scales].shape):
+            file, shape, _ = stored.pop(blocks)
+            stored[name] = _Stored(file, mxfp4.unpacked_shape(shape), stored.pop(scales).file)
+    return stored
+
+
+def _unpack(blocks: torch.Tensor, file: Path, key: str, device: torch.device) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        return mxfp4.unpack(blocks.to(device), tensors.get_tensor(f"{key}{mxfp4.SCALES}").to(device))
 
 
 def _file_names(names: Sequence[str], stored: Mapping[str, object], base: str) -> Callable[[str], str]:
