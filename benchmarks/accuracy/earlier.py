@@ -36,7 +36,7 @@ SINKS = "2026-11-29T10:15"
 EXPERTS_MASKED = "5.17"
 """transformers that fills rows which no expert computes, though only expert parallelism has such rows."""
 
-MIXTURES = frozenset({"deepseek_v2", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
+MIXTURES = frozenset({"deepseek_v2", "gpt_oss", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"})
 
 MLP_FUSED = "2026-11-24T06:09:20"
 """Since then gated MLPs with LoRA are one node (`kernels/lora_mlp.py`); before, each layer was."""

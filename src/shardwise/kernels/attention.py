@@ -132,11 +132,11 @@ def _segment_by_segment(
         if 0 <= window[0] < stop - start - 1 or sinks is not None:
             mask = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device).tril()
             mask = mask.triu(-window[0]) if window[0] >= 0 else mask
-        if sinks is not None and mask is not None:  # one more key, whose score is the sink and value is 0
-            ks, vs = (functional.pad(t, (0, 0, 0, 1)) for t in (ks, vs))
-            scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-            sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(mask), 1)
-            mask = torch.cat([scores.expand(len(sinks), -1, -1), sink], -1).unsqueeze(0)
+            if sinks is not None:  # one more key, whose score is the sink and whose value is 0
+                ks, vs = (functional.pad(t, (0, 0, 0, 1)) for t in (ks, vs))
+                scores = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+                sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(mask), 1)
+                mask = torch.cat([scores.expand(len(sinks), -1, -1), sink], -1).unsqueeze(0)
         causal = mask is None
         attended = functional.scaled_dot_product_attention(qs, ks, vs, mask, is_causal=causal, scale=scale)
         out.append(attended.squeeze(0).transpose(0, 1))

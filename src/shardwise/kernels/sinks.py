@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Context = Any
-
 
 def flash_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, borders: Tensor, longest: int, scale: float | None,
@@ -36,7 +34,7 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, borders: Tensor, longest: int,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, borders: Tensor, longest: int,
         scale: float | None, window: tuple[int, int],
     ) -> Tensor:  # fmt: skip
         from torch.nn.attention import varlen  # noqa: F401 - defines the operators
@@ -52,7 +50,7 @@ class _WithSinks(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, out, sums, borders, state, sinks = ctx.saved_tensors
         longest, causal, scale, window = ctx.how
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(

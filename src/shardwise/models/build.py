@@ -261,12 +261,12 @@ def check_length(built: BuiltModel, sequence_length: int) -> None:
     """Raise JobError where a row has more tokens than the model has positions; a note on rotary ones."""
     config = built.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or sequence_length <= limit:
+        return
     learned = any(
         isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _LEARNED_POSITIONS
         for name, module in built.skeleton.named_modules()
     )
-    if limit is None or sequence_length <= limit:
-        return
     what = f"rows of {sequence_length} tokens exceed the model's {limit} positions"
     if learned or family_of(config).position_table:
         fix = f"{limit} or less, or a model with rotary embeddings"

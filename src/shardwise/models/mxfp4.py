@@ -35,9 +35,8 @@ def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """
     values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=blocks.device)
     out = blocks.new_empty(unpacked_shape(blocks.shape), dtype=torch.bfloat16)
-    for expert, block, scale in zip(
-        out, blocks, scales, strict=True
-    ):  # one at a time: indices take much memory
+    # An expert at a time: indices of its values take eight times the memory of its codes.
+    for expert, block, scale in zip(out, blocks, scales, strict=True):
         codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(-2)
         numbers = torch.ldexp(values[codes.int()], scale.int().unsqueeze(-1) - _BIAS)
         expert.copy_(numbers.flatten(-2).t())

@@ -243,7 +243,8 @@ def _place(origin: Origin) -> str:
 
 
 def _short(value: object) -> str:
-    return text if len(text := repr(value)) <= 80 else f"{text[:77]}..."
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 NAME = "state.json"

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.job.schema import Lora, Model
 from shardwise.models import build as build_module
-from shardwise.models.build import BuiltModel, build_model
+from shardwise.models.build import BuiltModel, build_model, check_length
 from shardwise.models.structure import checkpoint_blocks, copied
 
 CPU = torch.device("cpu")
@@ -101,6 +101,7 @@ def test_the_published_model_is_built_once_it_is_needed(monkeypatch: pytest.Monk
     construct = build_module._construct
     monkeypatch.setattr(build_module, "_construct", lambda *a: made.append(construct(*a)) or made[-1])
     built = build(Model(source="tiny-llama", weights="random", lora=Lora(rank=2)))
+    check_length(built, 8)
     assert made == [built.model], "the plan of a job needs no other"
     built.weights.fill(built.model, torch.device("cpu"))
     assert made == [built.model, built.skeleton]
