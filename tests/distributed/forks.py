@@ -11,6 +11,7 @@ The process is killed where the connection ends first. `handed_over` makes one o
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -44,6 +45,8 @@ WORKER = "PYTEST_XDIST_TESTRUNUID"
 SESSION = os.environ.get(WORKER) or uuid4().hex
 PACKET_BYTES = 1 << 20
 START_SECONDS = 300.0  # DeepSpeed may have to compile first
+OTHERS_SECONDS = 60.0  # to notice that a rank has failed
+LAST_SECONDS = 5.0  # to say what its threads are doing
 IMPORTED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "engine_scenarios",
@@ -93,25 +96,44 @@ def run_set(target: str, *arguments: str, processes: int, folder: Path, timeout:
         )
         for rank, log in enumerate(logs)
     ]
-    codes = run(calls, timeout=timeout)
-    if any(codes):
-        raise AssertionError("\n".join([f"exit codes {codes}", *(log.read_text()[-6000:] for log in logs)]))
+    try:
+        codes = run(calls, timeout=timeout)
+        problem = f"exit codes {codes}" if any(codes) else None
+    except AssertionError as late:
+        problem = str(late)
+    if problem is not None:
+        raise AssertionError("\n".join([problem, *(f"{log}:\n{log.read_text()[-6000:]}" for log in logs)]))
 
 
 def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
     """Makes the calls side by side; the exit codes of their processes, as subprocess has them.
 
-    AssertionError when they are not done after `timeout` seconds; then none of them is left.
+    AssertionError when they are not done after `timeout` seconds, or soon after one has failed. Then none of
+    them is left, and each has written to its errors what its threads were doing.
     """
     until, started = time.monotonic() + timeout, list[Started]()
     try:
         for number, call in enumerate(calls):
             started.append(Started(call, template=number % TEMPLATES))
-        return [one.wait(until - time.monotonic()) for one in started]
+        return _codes(started, until)
     except BaseException:
-        for one in started:
-            one.send_signal(signal.SIGKILL)
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            for one in started:
+                one.send_signal(number)
+            for one in started:
+                one.poll(LAST_SECONDS)
         raise
+
+
+def _codes(started: Sequence[Started], until: float) -> list[int]:
+    """The exit codes, once all have ended."""
+    while None in (codes := [one.poll() for one in started]):
+        if any(codes):
+            until = min(until, time.monotonic() + OTHERS_SECONDS)
+        lines = [one.line for one in started if one.returncode is None]
+        if not select.select(lines, [], [], max(0.0, until - time.monotonic()))[0]:
+            raise AssertionError(f"not all are done; exit codes {codes}")
+    return [code for code in codes if code is not None]
 
 
 def warm_up() -> None:
@@ -134,16 +156,16 @@ class Started:
     """A call that is under way while the test goes on; what tests need of `subprocess.Popen`."""
 
     def __init__(self, call: Call, *, template: int = 0) -> None:
-        self._line = _connected(template)
-        self._line.send(json.dumps(asdict(call), default=str).encode())
+        self.line = _connected(template)
+        self.line.send(json.dumps(asdict(call), default=str).encode())
         self.returncode: int | None = None
         self.pid: int = self._answer(START_SECONDS)
 
     def _answer(self, seconds: float) -> Any:
         """The next answer; None where there is none in that time."""
-        if not select.select([self._line], [], [], max(0.0, seconds))[0]:
+        if not select.select([self.line], [], [], max(0.0, seconds))[0]:
             return None
-        answer = self._line.recv(PACKET_BYTES)
+        answer = self.line.recv(PACKET_BYTES)
         assert answer, "the template has ended"
         return json.loads(answer)
 
@@ -151,14 +173,13 @@ class Started:
         if self.returncode is None:
             self.returncode = self._answer(seconds)
             if self.returncode is not None:
-                self._line.close()
+                self.line.close()
         return self.returncode
 
     def wait(self, timeout: float = 300.0) -> int:
         code = self.poll(timeout)
         if code is None:
-            self.send_signal(signal.SIGKILL)
-            raise AssertionError(f"not done after {timeout:.0f} s")
+            raise AssertionError(f"process {self.pid} is not done after {timeout:.0f} s")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -166,7 +187,7 @@ class Started:
             os.kill(self.pid, number)
 
     def __del__(self) -> None:
-        self._line.close()
+        self.line.close()
 
 
 _started: dict[int, subprocess.Popen[bytes]] = {}  # The templates that this process has started
@@ -206,7 +227,7 @@ class Template:
         self._listening, self._leader, self._pid = listening, os.pidfd_open(leader), os.getpid()
         self._forks: dict[Any, int] = {}
         """By the line on which it was asked for, and by what becomes readable when it ends: a process."""
-        self._lines: dict[int, socket.socket] = {}
+        self.lines: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         for one in (listening, self._leader):
             self._selector.register(one, selectors.EVENT_READ)
@@ -235,14 +256,14 @@ class Template:
             end = os.pidfd_open(pid)
             self._selector.register(end, selectors.EVENT_READ)
             self._forks |= {end: pid, line: pid}
-            self._lines[end] = line
+            self.lines[end] = line
             return
         if line in self._forks:  # nobody waits for it any more
             os.kill(self._forks.pop(line), signal.SIGKILL)
         self._close(line)
 
     def _ended(self, end: Any) -> None:
-        code, line = os.waitstatus_to_exitcode(os.waitpid(self._forks.pop(end), 0)[1]), self._lines.pop(end)
+        code, line = os.waitstatus_to_exitcode(os.waitpid(self._forks.pop(end), 0)[1]), self.lines.pop(end)
         self._selector.unregister(end)
         os.close(end)
         if self._forks.pop(line, None) is not None:
@@ -317,6 +338,7 @@ def _make(
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the template's has read ahead
     replace_file(1, output)
     replace_file(2, errors)
+    faulthandler.enable(2)
     module, _, function = target.partition(":")
     getattr(importlib.import_module(module), function)(*arguments)
 

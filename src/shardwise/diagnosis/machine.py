@@ -16,7 +16,6 @@ import psutil
 
 from shardwise.diagnosis import Check
 from shardwise.hardware.detect import cpu_cores, host_memory_bytes
-from shardwise.launch.nodes import free_port
 from shardwise.record.environment import versions
 from shardwise.units import GIB, count, gib
 
@@ -131,7 +130,7 @@ def ports(rendezvous: int = RENDEZVOUS_PORT) -> Check:
     """Whether processes of this machine can meet on a port of the loopback device."""
     facts: dict[str, int] = {"rendezvous": rendezvous}
     try:
-        with socket.create_server(("127.0.0.1", free_port())) as server:
+        with socket.create_server(("127.0.0.1", 0)) as server:
             facts["port"] = server.getsockname()[1]
             socket.create_connection(server.getsockname(), timeout=5.0).close()
     except OSError as error:

@@ -3,6 +3,7 @@
 import fcntl
 import ipaddress
 import os
+import random
 import socket
 import struct
 from contextlib import suppress
@@ -15,6 +16,7 @@ from shardwise.errors import JobError, MachineError
 SECRET = "SHARDWISE_SECRET"  # noqa: S105 - the name of the environment variable
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+PORTS = range(10_000, 32_768)  # Linux's ephemeral ports begin at 32768, unless ip_local_port_range differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +109,13 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port of this machine's address that nothing listens on."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this machine's address that nothing listens on. OSError: the address is another's.
+
+    Some connection may be given an ephemeral port before it is used here, so a lower one is preferred.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    for port in random.SystemRandom().sample(PORTS, 9):
+        with suppress(OSError), socket.create_server((address, port), family=family):
+            return port
+    with socket.create_server((address, 0), family=family) as probe:
+        return int(probe.getsockname()[1])

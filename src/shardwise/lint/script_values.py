@@ -163,9 +163,7 @@ class Values(Bound):
             for one in ast.walk(held):
                 self._above |= dict.fromkeys(ast.iter_child_nodes(one), one)
             rows = [((), held, 0)]
-        if rows is None:
-            return None
-        return [*rows, *self._changes.get(node, [])]
+        return None if rows is None else [*rows, *self._changes.get(node, [])]
 
     def _store(self, node: ast.Attribute, value: ast.expr | None) -> None:
         """Note what an attribute is set to, but for the epochs that transformers' scripts compute again."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardwise.errors import JobError, MachineError, ShardwiseError, render
-from shardwise.launch import control
+from shardwise.launch import control, nodes
 from shardwise.launch.channel import Channel, ForgedError
 from shardwise.launch.control import ElsewhereError, Together, join
 from shardwise.launch.nodes import Nodes, chosen, free_port, interface_of, resolve
@@ -266,3 +266,12 @@ def test_addresses() -> None:
     assert interface_of("192.0.2.7") is None
     with pytest.raises(MachineError, match="is unknown here"):
         resolve(Nodes(count=2, rank=1, rendezvous="no.such.host.invalid:29500"))
+
+
+def test_a_free_port_is_none_that_a_connection_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {free_port() < 32_768 for _ in range(100)} == {True}
+    monkeypatch.setattr(nodes, "PORTS", range(20_000, 20_010))
+    with socket.create_server(("127.0.0.1", 20_001)):
+        assert 20_001 not in {free_port() for _ in range(100)}
+    with pytest.raises(OSError, match="assign requested address"):
+        free_port("192.0.2.1")

@@ -101,9 +101,7 @@ def group(hardware: Hardware, size: int, *, stride: int = 1) -> Group:
 
 def all_gather(num_bytes: float, group: Group) -> float:
     """Seconds until every member has `num_bytes`, each starting with an equal part."""
-    if group.size == 1:
-        return 0.0
-    return _ring(num_bytes, group, rounds=1)
+    return 0.0 if group.size == 1 else _ring(num_bytes, group, rounds=1)
 
 
 def reduce_scatter(num_bytes: float, group: Group) -> float:
