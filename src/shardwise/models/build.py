@@ -75,12 +75,14 @@ def build_model(
     seed: int,
     vocab_size: int | None = None,
     sequence_length: int | None = None,
+    masks: bool = True,
 ) -> BuiltModel:
     """Build the model of a job, without loading anything.
 
     `dtype` is that of the weights and of the computation. `seed` is for random weights and adapters,
     `vocab_size` for random weights with a new tokenizer. Rotary frequencies are fixed (`rotary`) for rows of
     at most `sequence_length` tokens; None lets transformers choose them at each call, as for generating.
+    Without `masks`, causal masks have no values: planning reads none, and GPT-Neo-2.7B's take 1.2 s.
 
     Raises JobError where there is no such model, its config is refused, an adapter's target does not exist,
     or its rotary frequencies cannot be fixed; MachineError where it must be downloaded, and the hub cannot be
@@ -92,7 +94,7 @@ def build_model(
     built = _construct(config, model, dtype)
     total = count_parameters(built)
     check_shape(built, model, found)
-    build_buffers(built)
+    build_buffers(built, masks=masks)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
     notes += router_note(built)
     built.config.use_cache = False  # a cache would disable checkpointing's recomputation

@@ -94,22 +94,24 @@ def seeded(device: torch.device) -> Iterator[Callable[[int, str], None]]:
 
 
 @torch.no_grad()
-def build_buffers(model: PreTrainedModel) -> None:
+def build_buffers(model: PreTrainedModel, *, masks: bool = True) -> None:
     """Compute on the CPU, in place, the buffers that no file holds: rotary frequencies, causal masks.
 
     `_init_weights` sets them, as when transformers loads a model. NaN marks a buffer that it does not set.
+    Without `masks`, modules with a buffer of a million elements or more keep theirs on the meta device.
     """
     with seeded(torch.device("cpu")):
         for module, initialiser in list(children_first(model, model)):
-            names = sorted(n for n in module._non_persistent_buffers_set if module._buffers[n] is not None)
+            buffers: dict[str, Any] = module._buffers
+            names = sorted(name for name in module._non_persistent_buffers_set if buffers[name] is not None)
+            if not names or (not masks and any(buffers[name].numel() >= 1e6 for name in names)):
+                continue
             for name in names:
-                empty = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
-                module._buffers[name] = empty.fill_(float("nan") if empty.is_floating_point() else 0)
-            if names:
-                initialiser._init_weights(module)
+                empty = torch.empty_like(buffers[name], device="cpu")
+                buffers[name] = empty.fill_(float("nan") if empty.is_floating_point() else 0)
+            initialiser._init_weights(module)
             for name in names:
-                buffer: Any = module._buffers[name]
-                if buffer.is_floating_point() and bool(buffer.isnan().any()):
+                if buffers[name].is_floating_point() and bool(buffers[name].isnan().any()):
                     what = f"the model's code does not compute {name} of {type(module).__name__}"
                     fix = "use a model that transformers itself implements"
                     raise JobError(what, where="model.source", fix=fix)

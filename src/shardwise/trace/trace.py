@@ -38,7 +38,7 @@ class Tracer:
     ) -> None:
         """`model`, `precision` and `vocab_size` are for `build_model`; `objective` is `objective_of(job)`."""
         sizes = {"vocab_size": vocab_size, "sequence_length": sequence_length}
-        self.built = build_model(model, dtype=DTYPES[precision], seed=0, **sizes)
+        self.built = build_model(model, dtype=DTYPES[precision], seed=0, masks=False, **sizes)
         self._split = cache(self._split_over)
         self._precision = precision
         self._sequence_length = sequence_length

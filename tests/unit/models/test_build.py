@@ -48,6 +48,18 @@ def test_a_shape_of_the_catalog_costs_no_memory_and_no_network() -> None:
     assert built.config.use_cache is False
 
 
+def test_only_planning_leaves_causal_masks_without_values() -> None:
+    model = Model(source="gpt-neo-125m", weights="random")
+    planned, trained = (dict(build(model, masks=masks).model.named_buffers()) for masks in (False, True))
+    assert {name: (b.shape, b.dtype) for name, b in planned.items()} == {
+        name: (b.shape, b.dtype) for name, b in trained.items()
+    }
+    assert {b.is_meta for name, b in planned.items() if name.endswith("attention.bias")} == {True}
+    everywhere, local = (trained[f"transformer.h.{layer}.attn.attention.bias"][0, 0] for layer in (0, 1))
+    assert everywhere.sum(1).tolist() == list(range(1, 2049))
+    assert local.sum(1).tolist() == [min(row, 256) for row in range(1, 2049)]
+
+
 def test_dtype_and_changes_to_the_shape() -> None:
     built = build_model(
         Model(source="tiny-llama", weights="random", config={"num_hidden_layers": 3, "hidden_size": 32}),

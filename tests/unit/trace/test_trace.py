@@ -335,3 +335,9 @@ def test_in_fp32_a_window_keeps_a_mask_for_the_backward_pass() -> None:
 
     layers = 5  # the sixth sees everything
     assert peak(512) - peak(1024) == pytest.approx(2 * layers * 4 * 1024**2, rel=0.1)
+
+
+def test_a_trace_takes_no_time_for_values_of_causal_masks() -> None:
+    tracer = Tracer(Model(source="gpt-neo-125m", weights="random"), precision="bf16", sequence_length=64)
+    masks = [one for name, one in tracer.built.model.named_buffers() if name.endswith("attention.bias")]
+    assert [mask.is_meta for mask in masks] == [True] * 12

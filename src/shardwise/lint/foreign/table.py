@@ -53,9 +53,7 @@ def meaning(key: str, value: Any, steps: float) -> list[str] | str:
     rule = rule if isinstance(rule, str) else TABLE["otherwise"].get(key)
     if heads := held_by_heads(key, value):
         value = [one for one in value if one not in heads]
-    if rule is not None:
-        return _taken(key, rule, value, number)
-    return reason(key, word)
+    return _taken(key, rule, value, number) if rule is not None else reason(key, word)
 
 
 def held_by_heads(key: str, value: Any) -> list[str]:

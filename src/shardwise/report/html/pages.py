@@ -182,8 +182,7 @@ def _decision(row: Row, record: RunRecord) -> tuple[Row, str, list[Any], dict[st
     """A run's row, its strategy's name, the strategies that its plan ranked below, and the refused ones."""
     refused = {one["strategy"]["name"]: one["reason"] for one in record.plan.get("refused", [])}
     name = (row["strategy"] or {}).get("name", "the strategy")
-    others = record.plan.get("alternatives", [])[:8]
-    return row, name, others, refused
+    return row, name, record.plan.get("alternatives", [])[:8], refused
 
 
 def _command(record: RunRecord) -> str:

@@ -212,8 +212,7 @@ class LiveRun:
         if quiet > max(QUIET_SECONDS, QUIET_STEPS * pace):
             reasons["eta_seconds"] = f"no event for {duration(quiet)}"
             return None
-        left = int(found["total_steps"]) - last.number
-        return max(0.0, left * pace - quiet)
+        return max(0.0, (int(found["total_steps"]) - last.number) * pace - quiet)
 
 
 _WITHOUT = {
