@@ -201,6 +201,7 @@ def convert(record: Record, format_: Format, *, system: str | None = None) -> Sa
     else:
         name = "conversations" if fields.get("messages") is None and "conversations" in fields else "messages"
         messages = _turns(fields.get(name), name)
+    asked = max(asked, _skipped(messages))
     own = _text(fields, "system", optional=True) or system
     if own and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": own})
@@ -251,6 +252,7 @@ def _turns(turns: Any, name: str) -> list[Message]:
             raise SampleError(f"{name}: a message has to be an object, not {type(turn).__name__}")
         sharegpt = turn.get("role") is None and turn.keys() & {"from", "value"}
         message = _from_sharegpt(turn) if sharegpt else _from_messages(turn)
+        message["skipped"] = turn.get("weight", 1) == 0 or turn.get("train", True) is False
         before = messages[-1] if messages else {}
         if message.pop("merge", False) and before.get("role") == "assistant" and "tool_calls" not in before:
             message["content"] = messages.pop()["content"]  # the text before the call
@@ -262,6 +264,18 @@ def _turns(turns: Any, name: str) -> list[Message]:
             message.setdefault("tool_call_id", waiting.pop(0))
         messages.append(message)
     return messages
+
+
+def _skipped(messages: list[Message]) -> int:
+    """So many messages at the beginning are not trained: answers have `weight: 0` or `train: false`."""
+    marks = [message.pop("skipped", False) for message in messages]
+    answers = [n for n, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    left = [n for n in answers if marks[n - 1]]
+    if left and left != answers[: len(left)]:
+        raise SampleError(f"message {left[-1]} is marked not to be trained, an answer before it is trained")
+    if left and left == answers:
+        raise SampleError("all answers are marked not to be trained (weight or train)")
+    return max(left, default=0)
 
 
 def _from_sharegpt(turn: dict[str, Any]) -> Message:

@@ -18,6 +18,7 @@ from shardwise.errors import DataError, Problem
 from shardwise.job.paths import DATA_SUFFIXES
 
 PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
+NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")  # and may hold samples
 
 Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
 
@@ -112,8 +113,13 @@ def open_sources(spec: str | list[str], *, split: str, subset: str | None = None
 def _local(path: Path, *, key: str) -> list[Path]:
     kinds = ", ".join(DATA_SUFFIXES)
     if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and p.suffix.lower() in DATA_SUFFIXES)
-        files = [p for p in files if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        every = sorted(path.rglob("*"))
+        seen = [p for p in every if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+        if unread := [p for p in seen if _unread(p)]:
+            more = f", nor {len(unread) - 1} more of that folder" if unread[1:] else ""
+            fix = f"unpack, convert or remove it ({kinds} are read), or name the files that are to be read"
+            raise DataError(f"{unread[0]} cannot be read{more}", where=key, fix=fix)
+        files = [p for p in seen if p.is_file() and p.suffix.lower() in DATA_SUFFIXES]
         if not files:
             raise DataError(f"the folder {path} holds no data", where=key, fix=f"put files into it: {kinds}")
         return files
@@ -124,6 +130,14 @@ def _local(path: Path, *, key: str) -> list[Path]:
         kind = path.suffix or "no suffix"
         raise DataError(f"{path} is of an unknown kind ({kind})", where=key, fix=f"use one of {kinds}")
     return [path]
+
+
+def _unread(path: Path) -> bool:
+    """Whether an entry of a folder seems to be data, and is not read; nor are links to folders followed."""
+    if path.is_dir():
+        return path.is_symlink()
+    kind = path.suffix.lower()
+    return kind in NOT_READ or (kind in DATA_SUFFIXES and not path.is_file())
 
 
 def _hub(name: str, *, split: str, subset: str | None, key: str) -> HubSource:

@@ -240,6 +240,26 @@ def test_alpaca_becomes_a_conversation() -> None:
     }
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize("roles", [("role", "content"), ("from", "value")])
+def test_the_first_answers_can_be_marked_not_to_be_trained(
+    mark: dict[str, Any], roles: tuple[str, str]
+) -> None:
+    role, content = roles
+    user = {role: "user", content: "2 + 2?", "train": False}
+    plain = {role: "assistant", content: "4", "weight": 1, "train": True}
+    sample = convert(("f:1", {"messages": [user, plain | mark, user, plain]}), "messages", system="s")
+    assert isinstance(sample, Conversation)
+    assert sample.messages == [{"role": "system", "content": "s"}, USER, ANSWER, USER, ANSWER]
+    assert sample.asked == 3
+    for turns, what in (
+        ([user, plain, user, plain | mark], "message 4 is marked not to be trained, an answer before it"),
+        ([user, plain | mark], "all answers are marked"),
+    ):
+        with pytest.raises(SampleError, match=what):
+            convert(("f:1", {"messages": turns}), "messages")
+
+
 def test_prompt_and_completion_become_a_conversation_whose_prompt_is_counted() -> None:
     talk = [USER, ANSWER, USER]
     turns = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,22 @@ def test_a_folder_is_read_in_sorted_order_without_foreign_files(tmp_path: Path) 
     assert names == [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "sub/c.txt")]
     both = open_sources([str(tmp_path / "b.txt"), str(tmp_path / "sub")], split="train", key="data.train")
     assert [str(source.path) for source in both] == [str(tmp_path / "b.txt"), str(tmp_path / "sub/c.txt")]
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "sub/c.csv", "more"])
+def test_a_folder_with_data_that_is_not_read_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "sub").mkdir()
+    if name == "b.jsonl":
+        (tmp_path / name).symlink_to(tmp_path / "gone.jsonl")
+    elif name == "more":
+        (tmp_path / name).symlink_to(tmp_path / "sub", target_is_directory=True)
+    else:
+        (tmp_path / name).write_text("a,b")
+    os.mkfifo(tmp_path / "z.jsonl")
+    with pytest.raises(DataError, match=f"{name} cannot be read, nor 1 more of that folder") as caught:
+        open_sources(str(tmp_path), split="train", key="data.train")
+    assert "name the files" in caught.value.problems[0].fix
 
 
 @pytest.mark.parametrize(
