@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as transformers_logging
 
@@ -25,11 +25,15 @@ from shardwise.models.weights import WeightSource
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS = 8
+_OTHER_CONFIG = "use the config.json that belongs to these weights"
+_FLOATS = re.compile("B?F16|F32|F64|F8_E[45]M.*")
+"""The format's names of dtypes that weights may have."""
 
 
 class _Stored(NamedTuple):
     file: Path
     shape: list[int]
+    dtype: str
     scales: Path | None = None
     """Where the scales are of a tensor in mxfp4, whose blocks are in `file`."""
 
@@ -65,18 +69,22 @@ class SafetensorsWeights(WeightSource):
         wanted = tensor_names(skeleton)
         rename = _file_names(list(wanted), stored, skeleton.base_model_prefix)
         self._keys: dict[str, list[str]] = {}
-        problems = []
+        problems, misfits = [], []
         for name, all_names in wanted.items():
             keys = self._keys[name] = [key for key in map(rename, all_names) if key in stored]
             shape = list(skeleton.get_parameter_or_buffer(name).shape)
             if not keys:
                 problems.append(f"{name} of shape {shape} is missing")
+                misfits += [wrong for key in map(rename, all_names) if (wrong := _misfit(key, stored))]
             found = {key: stored[key].shape for key in keys}
             problems += [_misshapen(key, has, shape) for key, has in found.items() if has != shape]
         if problems:
-            raise _mismatch(problems, files[0].parent)
+            fix = "download or copy the files again" if misfits else _OTHER_CONFIG
+            raise _mismatch(misfits or problems, files[0].parent, fix=fix)
+        used = {key: name for name, keys in self._keys.items() for key in keys}
+        _check_numbers(stored, used, skeleton, files[0].parent)
         ignored = skeleton._keys_to_ignore_on_load_unexpected or ()
-        unused = sorted(stored.keys() - {key for keys in self._keys.values() for key in keys})
+        unused = sorted(stored.keys() - used.keys())
         self.unused = tuple(k for k in unused if not any(re.search(pattern, k) for pattern in ignored))
         """Tensors of the files that the model has no place for."""
 
@@ -98,10 +106,7 @@ class SafetensorsWeights(WeightSource):
                         # a copy: what safetensors returns on the CPU may still be the file's pages
                         found[name] = tensor.to(device, copy=True)
                     elif not torch.equal(found[name], tensor.to(device)):
-                        what = f"the config ties {key} to {self._keys[name][0]}, "
-                        what += "and the file holds two different tensors"
-                        fix = "set tie_word_embeddings to false in the model's config.json"
-                        raise CheckpointError(what, where=key, fix=fix)
+                        raise _untied(key, self._keys[name][0])
         return found
 
 
@@ -128,20 +133,83 @@ class ConvertedWeights(WeightSource):
 
     def _load(self) -> dict[str, torch.Tensor]:
         logger.info("transformers converts the weights of %s in host memory", self._folder)
-        with quiet():
-            model, info = type(self._skeleton).from_pretrained(
-                self._folder,
-                dtype=self._dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # reported below, with all the others
-                output_loading_info=True,
-            )
+        stored = _read_headers(safetensors_files(self._folder))
+        places = _places(stored, self._skeleton)
+        _check_numbers(stored, {key: name for key, (name, _) in places.items()}, self._skeleton, self._folder)
+        try:
+            with quiet():
+                model, info = type(self._skeleton).from_pretrained(
+                    self._folder,
+                    dtype=self._dtype,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    ignore_mismatched_sizes=True,  # reported below, with all the others
+                    output_loading_info=True,
+                )
+        except RuntimeError as error:
+            if "conversion" not in str(error):
+                raise
+            raise _mismatch(_uneven(stored, places), self._folder) from None
         problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
         problems += [_misshapen(*mismatch) for mismatch in sorted(info["mismatched_keys"])]
         if problems:
             raise _mismatch(problems, self._folder)
-        return model.state_dict()
+        state: dict[str, torch.Tensor] = model.state_dict()
+        for first, *others in tensor_names(self._skeleton).values():
+            for name in others:  # transformers does not tie what differs
+                if state[name].data_ptr() != state[first].data_ptr():
+                    raise _untied(name, first)
+        return state
+
+
+def _places(keys: Iterable[str], skeleton: PreTrainedModel) -> dict[str, tuple[str, str | None]]:
+    """By a tensor of the files: the model's that transformers makes of it, and the pattern that says so."""
+    rules = get_model_conversion_mapping(skeleton)
+    kinds = (core_model_loading.WeightRenaming, core_model_loading.WeightConverter)
+    split = [[rule for rule in rules if isinstance(rule, kind)] for kind in kinds]
+    model = skeleton.state_dict()
+    places = {}
+    for key in sorted(keys, key=core_model_loading.dot_natural_key):
+        place = core_model_loading.rename_source_key(key, *split, skeleton.base_model_prefix, model)
+        if place[0] in model or key in model:
+            places[key] = place if place[0] in model else (key, None)
+    return places
+
+
+def _uneven(stored: Mapping[str, _Stored], places: Mapping[str, tuple[str, str | None]]) -> list[str]:
+    """Why transformers cannot join tensors, e.g. of experts: some have another shape, or are missing."""
+    parts: dict[tuple[str, str | None], list[str]] = defaultdict(list)
+    most: Counter[str] = Counter()
+    for key, place in places.items():
+        parts[place].append(key)
+        most[place[0]] = max(most[place[0]], len(parts[place]))
+    problems = []
+    for (name, pattern), keys in parts.items():
+        usual = Counter(tuple(stored[key].shape) for key in keys).most_common(1)[0][0]
+        odd = [key for key in keys if tuple(stored[key].shape) != usual]
+        problems += [_misshapen(key, stored[key].shape, usual) for key in odd]
+        if len(keys) < most[name]:
+            problems.append(f"{name} is made of {most[name]} tensors {pattern}, the files hold {len(keys)}")
+    return problems or ["transformers cannot convert the tensors that its report names"]
+
+
+def _check_numbers(
+    stored: Mapping[str, _Stored], used: Mapping[str, str], skeleton: PreTrainedModel, folder: Path
+) -> None:
+    """Raise CheckpointError where tensors do not hold the values of the model's that `used` names."""
+    odd = {key: name for key, name in used.items() if not _FLOATS.fullmatch(stored[key].dtype)}
+    problems = [
+        f"{key} has the dtype {stored[key].dtype}, which is no floating-point format"
+        for key, name in odd.items()
+        if skeleton.get_parameter_or_buffer(name).is_floating_point()
+    ]
+    scaled = {key.rpartition(".")[0] for key in used if stored[key].dtype.startswith("F8")}
+    for key in sorted(stored.keys() - used.keys()):
+        module, _, last = key.rpartition(".")
+        if module in scaled and "scale" in last:
+            problems.append(f"{key} scales weights in fp8, and the config does not say how")
+    if problems:
+        raise _mismatch(problems, folder, fix="name the model that these weights were made from")
 
 
 def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
@@ -150,7 +218,8 @@ def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (it is no dictionary)
-                    stored[key] = _Stored(file, tensors.get_slice(key).get_shape())
+                    part = tensors.get_slice(key)
+                    stored[key] = _Stored(file, part.get_shape(), part.get_dtype())
         except (OSError, SafetensorError) as error:
             what = f"the weights cannot be read: {error}"
             raise CheckpointError(what, where=str(file), fix="download or copy the file again") from None
@@ -161,11 +230,26 @@ def _with_unpacked(stored: dict[str, _Stored]) -> dict[str, _Stored]:
     """The two parts of each tensor in mxfp4 as one tensor, under its own name."""
     for blocks in [key for key in stored if key.endswith(mxfp4.BLOCKS)]:
         name = blocks.removesuffix(mxfp4.BLOCKS)
-        scales = f"{name}{mxfp4.SCALES}"
-        if scales in stored and mxfp4.fits(stored[blocks].shape, stored[scales].shape):
-            file, shape, _ = stored.pop(blocks)
-            stored[name] = _Stored(file, mxfp4.unpacked_shape(shape), stored.pop(scales).file)
+        if not _misfit(name, stored):
+            file, shape, *_ = stored.pop(blocks)
+            scales = stored.pop(f"{name}{mxfp4.SCALES}").file
+            stored[name] = _Stored(file, mxfp4.unpacked_shape(shape), "BF16", scales)
     return stored
+
+
+def _misfit(name: str, stored: Mapping[str, _Stored]) -> str:
+    """Why a tensor's two parts in mxfp4 cannot be unpacked; empty where they can be, or there are none."""
+    parts = blocks, scales = f"{name}{mxfp4.BLOCKS}", f"{name}{mxfp4.SCALES}"
+    if stored.keys().isdisjoint(parts):
+        return ""
+    for key in parts:
+        if key not in stored:
+            return f"{key} is missing"
+        if stored[key].dtype != "U8":
+            return f"{key} has the dtype {stored[key].dtype}, mxfp4 needs U8"
+    if mxfp4.fits(stored[blocks].shape, stored[scales].shape):
+        return ""
+    return f"{scales} has the shape {stored[scales].shape}, and {blocks} has {stored[blocks].shape}"
 
 
 def _unpack(blocks: torch.Tensor, file: Path, key: str, device: torch.device) -> torch.Tensor:
@@ -183,10 +267,16 @@ def _misshapen(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     return f"{name} has the shape {list(found)}, the model needs {list(wanted)}"
 
 
-def _mismatch(problems: list[str], folder: Path) -> CheckpointError:
+def _untied(name: str, first: str) -> CheckpointError:
+    what = f"the config ties {name} to {first}, and the file holds two different tensors"
+    fix = "set tie_word_embeddings to false in the model's config.json"
+    return CheckpointError(what, where=name, fix=fix)
+
+
+def _mismatch(problems: list[str], folder: Path, *, fix: str = _OTHER_CONFIG) -> CheckpointError:
     shown = problems[:SHOWN_PROBLEMS]
     if len(problems) > len(shown):
         shown.append(f"and {len(problems) - len(shown)} more")
-    last = Problem(what=shown[-1], where=str(folder), fix="use the config.json that belongs to these weights")
+    last = Problem(what=shown[-1], where=str(folder), fix=fix)
     listed = [*(Problem(what=what) for what in shown[:-1]), last]
     return CheckpointError("the files do not hold this model's weights", problems=listed)

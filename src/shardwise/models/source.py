@@ -57,6 +57,10 @@ def find_source(model: Model) -> Source:
     else:
         repository = _repository(model.source, shape)
         source = _from_folder(_download_model(model, repository), f"{repository} on the hub")
+    other = source.config.get("transformers_weights")
+    if model.weights == "pretrained" and other not in (None, _SINGLE):
+        where, fix = f"{source.folder}/config.json", f"name the file {_SINGLE}, and remove the key"
+        raise JobError(f"transformers_weights names another file, {other!r}", where=where, fix=fix)
     if not model.trust_remote_code:
         _refuse_private_keys(source.config, f"{source.folder}/config.json")
     return source
@@ -67,6 +71,8 @@ def safetensors_files(folder: Path) -> list[Path]:
 
     Raises JobError where there is none, or only pickled ones; CheckpointError where their index is damaged.
     """
+    if (folder / _SINGLE).is_file():  # before an index, as transformers takes them
+        return [folder / _SINGLE]
     index_file = folder / _INDEX
     if index_file.is_file():
         try:
@@ -76,8 +82,6 @@ def safetensors_files(folder: Path) -> list[Path]:
             what = f"the index of the weights cannot be read ({type(error).__name__})"
             fix = "download or copy the file again"
             raise CheckpointError(what, where=str(index_file), fix=fix) from None
-    if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     found = f"only {pickles[0]}, which can run code when it is read" if pickles else "no weights"
     what = f"there is no {_SINGLE} and no {_INDEX}: {found}"

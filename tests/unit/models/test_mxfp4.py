@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,31 @@ def test_a_published_model_is_read_and_has_a_plain_config(published: Path) -> No
     built.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
 
 
-def test_blocks_whose_scales_are_not_theirs_are_a_missing_tensor(published: Path) -> None:
+NAME = "model.layers.1.mlp.experts.down_proj"
+SHAPES = f"{NAME}_scales has the shape {{}}, and {NAME}_blocks has [4, 64, 3, 16]"
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        ("scales", lambda tensor: tensor[:2], SHAPES.format([2, 64, 3])),
+        ("scales", lambda tensor: tensor[:, :, :0], SHAPES.format([4, 64, 0])),
+        ("scales", lambda tensor: None, f"{NAME}_scales is missing"),
+        ("scales", lambda tensor: tensor.float(), f"{NAME}_scales has the dtype F32, mxfp4 needs U8"),
+        ("blocks", lambda tensor: tensor.float(), f"{NAME}_blocks has the dtype F32, mxfp4 needs U8"),
+        ("blocks", lambda tensor: tensor.to(torch.int16), f"{NAME}_blocks has the dtype I16, mxfp4 needs U8"),
+        ("blocks", lambda tensor: None, f"{NAME}_blocks is missing"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named(
+    published: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor | None], said: str
+) -> None:
     tensors = load_file(published / "model.safetensors")
-    name = "model.layers.1.mlp.experts.down_proj_scales"
-    tensors[name] = tensors[name][:, 1:].contiguous()
+    made = change(tensors.pop(f"{NAME}_{part}"))
+    if made is not None:
+        tensors[f"{NAME}_{part}"] = made.contiguous()
     save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError) as failure:
         built_from(published)
-    assert "model.layers.1.mlp.experts.down_proj of shape" in str(failure.value)
+    assert said in str(failure.value)
+    assert "config.json" not in str(failure.value)

@@ -190,6 +190,7 @@ def test_weights_in_several_files_are_found_through_the_index(saved: Saved) -> N
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_a_damaged_index_is_a_damaged_checkpoint(saved: Saved, text: str) -> None:
     model = saved("llama")
+    (Path(model.source) / "model.safetensors").rename(Path(model.source) / "model.safetensors.index.json")
     (Path(model.source) / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="index of the weights cannot be read"):
         build(model)
