@@ -107,6 +107,12 @@ def closest(name: str, known: Iterable[str], *, least: float = 0.8) -> str | Non
     return lower[found[0]] if found else None
 
 
+def misspelt(name: str, known: str) -> bool:
+    """Whether a name is certainly meant to be a similar one, and is no later one: `qwen-3`, not `qwen3_5`."""
+    shorter, longer = sorted((name.lower(), known.lower()), key=len)
+    return not longer.startswith(shorter) and re.findall(r"\d", shorter) == re.findall(r"\d", longer)
+
+
 def as_number(value: Any) -> float | int | None:
     """The finite number that a value, such as text, stands for; None if there is none."""
     try:

@@ -23,11 +23,12 @@ def _f_strings(deep: int = 3) -> str:
 
 
 _F_STRING = re.compile(_f_strings())
+_TYPED = re.compile(r"(?m)^(\s*(?:async )?(?:def|class) \w+)\[.*?\](?=[(:])|^(\s*)type (?=\w+.*=)")
 
 
 def as_older(text: str) -> str:
-    """A script with `f"{...}"` for f-strings that this Python cannot parse."""
-    return _F_STRING.sub(lambda one: one[0] if parses(one[0]) else 'f"{...}"', text)
+    """A script without parameters of types, and `f"{...}"` for f-strings, that this Python cannot parse."""
+    return _TYPED.sub(r"\1\2", _F_STRING.sub(lambda one: one[0] if parses(one[0]) else 'f"{...}"', text))
 
 
 def is_python(text: str) -> bool:
@@ -65,8 +66,10 @@ def read_python(text: str, file: str) -> Document:
         why = getattr(error, "msg", str(error)) or "nested too deeply"
         newer = version_info < (3, 12) and parses(as_older(text))
         mine = f"Python 3.{version_info[1]}"
-        who = f"{mine}, which runs check, stops" if newer else f"it is not {mine}"
-        fix = "a newer Python: it allows these quotes in f-strings" if newer else "correct the syntax"
+        who = f"{mine}, which runs check, {'stops' if newer else 'cannot read it'}"
+        own = "a newer Python, such as the script's own"
+        fix = "nest less deeply" if isinstance(error, RecursionError | MemoryError) else "correct it"
+        fix = own if newer else f"{fix}; or run check with {own}"
         raise UnreadableError(f"{who}: {why}", line=line, fix=fix, ours=newer) from None
     said = Settings(text)
     if undefined := said.known.undefined():

@@ -299,16 +299,18 @@ def test_settings_in_a_block_that_axolotl_has_not(tmp_path: Path, block: str, fo
 
 
 @pytest.mark.parametrize(
-    ("template", "model", "fix"),
+    ("template", "model", "fix", "severity"),
     [
-        ("qwen2", "Qwen/Qwen2-7B-Instruct", "did you mean `qwen`?"),
-        ("llama_3", "a/b", "did you mean `llama3`?"),
-        ("qwen", "Qwen/Qwen2-7B-Instruct", ""),
-        ("chatglm2", "a/b", ""),  # which earlier versions had
-        ("of_mine", "a/b", ""),
+        ("qwen2", "Qwen/Qwen2-7B-Instruct", "did you mean `qwen`?", "warning"),  # perhaps a later one
+        ("llama_3", "a/b", "did you mean `llama3`?", "error"),
+        ("qwen", "Qwen/Qwen2-7B-Instruct", "", ""),
+        ("chatglm2", "a/b", "", ""),  # which earlier versions had
+        ("of_mine", "a/b", "", ""),
     ],
 )
-def test_templates_that_llama_factory_has_not(tmp_path: Path, template: str, model: str, fix: str) -> None:
+def test_templates_that_llama_factory_has_not(
+    tmp_path: Path, template: str, model: str, fix: str, severity: str
+) -> None:
     text = f"model_name_or_path: {model}\nfinetuning_type: lora\nstage: sft\ntemplate: {template}\n"
     found = [one for one in checked(tmp_path, a_yaml=text) if "no such template" in one.what]
-    assert [(one.severity, one.fix) for one in found] == [("warning", fix)] * bool(fix)
+    assert [(one.severity, one.fix) for one in found] == [(severity, fix)] * bool(fix)

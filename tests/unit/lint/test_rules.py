@@ -23,6 +23,7 @@ from shardwise.lint.setup import READERS, ModelFacts, Setup
 from shardwise.lint.text import read_json, read_yaml
 from shardwise.lint.translate import translate
 
+LOADED = "from accelerate import Accelerator\nAccelerator()\ndl = DataLoader(r, batch_size={})\n"
 GONE = object()
 """Takes a key out of the base."""
 
@@ -847,6 +848,7 @@ CASES = (
     ),
     Case("labels-of-another-text", APART.format("one['answer']"), APART.format("one['prompt']")),
     Case("chats-are-texts-by-then", TEXTS.format(", remove_columns=['q', 'a']"), TEXTS.format("")),
+    Case("loader-and-file-differ", LOADED.format(2), LOADED.format(1), also=(JSON,)),
     Case(
         "quantised-without-adapter",
         FACTORY.format("qwen").replace("lora", "full") + "quantization_bit: 4\n",

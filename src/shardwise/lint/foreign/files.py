@@ -130,7 +130,7 @@ def _of_part(wrong: Finding) -> str:
     what = re.sub(r"\bcheck\b", "init", wrong.what)
     if wrong.severity != "warning" or not wrong.file.endswith(".py"):
         raise JobError(what, where=wrong.where, fix=wrong.fix)
-    return f"to do: {wrong.where}: {what}; these f-strings are not read, the rest is; run {wrong.fix}"
+    return f"to do: {wrong.where}: {what}; the rest is read; run {wrong.fix}"
 
 
 def _apart(document: Document) -> tuple[Document, Document]:

@@ -63,8 +63,8 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     stated, saves, evaluates = _with_times(stated, documents, setup, said)
     if setup.launched == 1:  # which has nothing to share
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
-    first, last = ": distributed_type", "DataLoader.batch_size"  # which DeepSpeed's file says, and does not
-    stated.sort(key=lambda one: (last in one.place) - (first in one.place))
+    first, last = re.compile(": (distributed_type|warmup_ratio)"), re.compile("DataLoader.batch_size")
+    stated.sort(key=lambda one: bool(last.search(one.place)) - bool(first.search(one.place)))
     if off := _without_adapters(documents):
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
@@ -72,7 +72,7 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one for one in stated if one.key != _TARGETS or one.word]
     models = {one.value for one in stated if one.key == "model.source"}  # whose tokenizers are their own
     stated = [one for one in stated if one.key != "model.tokenizer" or one.value not in models]
-    stated = resolve.with_labels(stated, said)
+    stated = resolve.with_times(resolve.with_labels(stated, said))
     stated = resolve.with_recomputation(stated, "\n".join([*models, *(one.text for one in documents)]))
     stated = resolve.with_warmup(stated, setup, said)
     stated = [resolve.with_last_rate(one, stated, said) for one in stated]
@@ -105,10 +105,10 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
     assumed = defaults(keys | given | open_.keys() | asked, documents, model, said)
     assumed += [f"{key}={value}" for key, value in numbers.items()]
     assumed += ["train.eval_every=0"] * (evaluates in _NO_STEPS[1:] and "data.eval_fraction" in found)
-    said += resolve.conflicts(stated)
     said += to_do
     parts = [*(one.split("=") for one in assumed), *((one.key, one.value) for one in stated)]
     batch = {name[6:]: int(value) for name, value in parts if name.startswith("batch.")}
+    said += resolve.conflicts(resolve.without_times(stated, batch, said))
     if swift and not {"accumulation", "total"} & batch.keys() and "batch.accumulation" not in open_:
         batch["total"] = resolve.swift_rows(batch, said)
     in_part = any(key.startswith("batch.") for key in open_.keys() - numbers)

@@ -24,6 +24,7 @@ from shardwise.lint.setup import Setup
 from shardwise.lint.translate import Translated
 from shardwise.strategy import Strategy
 
+TIMES = "batch.accumulation"
 BATCH = "train.micro_batch, train.global_batch"
 _SEEDS = re.compile(r": (set_seed|manual_seed|seed_everything)\.")
 _COUNTS = "train.eval_every counts steps"
@@ -219,6 +220,28 @@ def conflicts(stated: Sequence[Statement]) -> Iterator[str]:
             yield from (f"conflict: {used} is used, not {one}" for one in lost)
 
 
+def with_times(stated: Sequence[Statement]) -> list[Statement]:
+    """The statements, with Axolotl's rows of a step on a GPU as an accumulation; a plain one counts more."""
+    micro = next((int(one.value) for one in stated[::-1] if one.key == "batch.micro" and one.value), 1)
+    each = [one for one in stated if one.key == "batch.each"]
+    plain = [one._replace(key=TIMES, place=one.place.replace("axolotl.", "")) for one in each]
+    own = [one._replace(value=one.value and str(max(1, int(one.value) // micro))) for one in plain]
+    return [*own, *(one for one in stated if one not in each)]
+
+
+def without_times(stated: Sequence[Statement], parts: Mapping[str, int], said: list[str]) -> list[Statement]:
+    """The statements without accumulations next to all rows of a step, which leave no choice of one."""
+    totals = [one for one in stated if one.key == "batch.total"]
+    micro, gpus = parts.get("micro", 1), parts.get("gpus", 1) * parts.get("nodes", 1)
+    for value, one in {one.value: one for one in stated if totals and one.key == TIMES}.items():
+        rows, total = micro * int(value) * gpus // parts.get("sequence", 1), int(totals[-1].value)
+        known = {"micro", "gpus"} <= parts.keys()
+        if total != rows if known else total % max(1, rows):
+            why = f"{micro} x {value} x {gpus} GPUs = {rows}" if known else f"no multiple of {rows}"
+            said.append(f"conflict: {totals[-1].place} is used, not {one.place}: {why}")
+    return [one for one in stated if not totals or one.key != TIMES]
+
+
 def with_held_out(stated: Sequence[Statement], *, swift: bool) -> list[Statement]:
     """The statements without a share next to files that are held out: of 0, or any of ms-swift's."""
     files = any(one.key == "data.eval" and one.value for one in stated)
@@ -271,6 +294,8 @@ def batch(parts: Mapping[str, int], *, unsaid: bool, said: list[str]) -> list[st
     made = [f"train.global_batch={rows}"]
     if "micro" in parts and rows % micro == 0:
         made.append(f"train.micro_batch={micro}")
+    elif "micro" in parts:
+        said.append(f"left out: {micro} rows of a GPU at a time: {rows} rows of a step are no multiple of it")
     if not parts.keys() & {"gpus", "total"}:
         what = f"train.global_batch {rows} is {micro} x {times} x GPUs; no file says how many"
         said.append(f"to do: {what}: write it where there are several")

@@ -102,7 +102,7 @@ def _is_met(key: str, setup: Setup, strategy: str) -> bool:
     """Whether there is nothing to say of a key, for what other keys say."""
     if key in _WARMUPS:  # the Trainer takes the share where the count is 0
         count, share = (any(as_number(one.get(name)) for one in setup.documents) for name in _WARMUPS)
-        return count if key == "warmup_ratio" else share and not count
+        return count and not share if key == "warmup_ratio" else share and not count
     if key == "openrlhf.eval_split":  # the split of other rows
         return any(one.has("eval_dataset") for one in setup.documents)
     if key == "engine.step()":

@@ -23,7 +23,7 @@ from shardwise.lint.rules.program import (
     words_of,
 )
 from shardwise.lint.rules.training import DEFAULTS, given_to_trainers
-from shardwise.lint.schema import as_number, closest, names, pattern, table, toml_file
+from shardwise.lint.schema import as_number, closest, misspelt, names, pattern, table, toml_file
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup, launched_processes
 from shardwise.models.catalog import lookup
@@ -147,8 +147,9 @@ def misspelt_argument(document: Document, _: Setup) -> Iterator[Hit]:
             if keyword.arg and (near := _near(keyword.arg, known)):
                 what = f"{last} has no argument `{keyword.arg}`: {happens}"
                 change = Rename((keyword.arg,), near, keyword.lineno)
-                sure = "error" if near in _TRAINERS else severity  # of TRL's classes all are derived
-                yield Hit((keyword.arg,), what, "", (change,), sure, keyword.lineno)
+                sure = near in _TRAINERS or misspelt(keyword.arg, near)  # of the Trainer's TRL's are derived
+                what += "" if sure or severity == "error" else ", unless yours is newer"
+                yield Hit((keyword.arg,), what, "", (change,), "error" if sure else severity, keyword.lineno)
 
 
 @loop_rule("error", "transformers/training_args.py, argparse, DataLoader: text stays text; run with 5.23")

@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
-from shardwise.lint.finding import Hit, loop_rule, training_rule
+from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.program import (
     all_code,
@@ -20,7 +20,7 @@ from shardwise.lint.rules.program import (
     within,
     words_of,
 )
-from shardwise.lint.schema import closest, names, pattern, table
+from shardwise.lint.schema import closest, misspelt, names, pattern, table
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.setup import ModelFacts, Setup
 from shardwise.models.catalog import lookup
@@ -189,8 +189,10 @@ def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit
     own = template in names("templates") or "register_template" in setup.scripts
     near = None if own or not document.has("finetuning_type") else closest(template, names("templates"))
     if near and document.has("template"):
-        what = f"LLaMA-Factory has no such template: ValueError `Template {template} does not exist`"
-        yield Hit(("template",), what, f"did you mean `{mine or near}`?", source=_HAS_TEMPLATES)
+        what, sure = f"ValueError `Template {template} does not exist`", misspelt(template, near)
+        what = f"LLaMA-Factory has no such template: {what}{'' if sure else ', unless yours is newer'}"
+        severity: Severity = "error" if sure else "warning"
+        yield Hit(("template",), what, f"did you mean `{mine or near}`?", (), severity, source=_HAS_TEMPLATES)
 
 
 def _padded_with_end(program: ast.Module, model: str) -> int | None:

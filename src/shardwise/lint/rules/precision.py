@@ -71,10 +71,12 @@ def no_mixed_precision(document: Document, setup: Setup) -> Iterator[Hit]:
 def fp16_for_a_bf16_model(document: Document, setup: Setup) -> Iterator[Hit]:
     """A model trained in bf16 has activations that fp16 cannot hold."""
     known = _model_precision(setup) or _by_name(setup)
-    asked = document.on(*FP16) or (document.get(*FP16) == AUTO and setup.training("fp16") is True)
+    auto = document.get(*FP16) == AUTO and setup.training("fp16") is True
+    asked = document.on(*FP16) or (auto and setup.training("bf16") is not True)  # else the Trainer stops
     if known and known[0] == "bf16" and asked:
         what = f"{known[1]}; its values can exceed fp16's largest number, 65,504: skipped steps, then NaN"
-        yield Hit(FP16, what, '"bf16": {"enabled": true} instead', (Put(FP16, False), Put(BF16, True)))
+        fix = "bf16 in the Trainer's arguments" if auto else '"bf16": {"enabled": true}'
+        yield Hit(FP16, what, f"{fix} instead", () if auto else (Put(FP16, False), Put(BF16, True)))
 
 
 def _by_name(setup: Setup) -> tuple[str, str] | None:

@@ -8,6 +8,7 @@ from typing import Any
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.model import blocks_for
+from shardwise.lint.rules.batch import MICRO
 from shardwise.lint.rules.families import named_models
 from shardwise.lint.rules.loop import made_by
 from shardwise.lint.rules.program import all_code, calls, code_of, tree_of, values_of, walk, within, words_of
@@ -17,6 +18,7 @@ from shardwise.lint.setup import ModelFacts, Setup
 _JOINED, _TOKENIZES, _OF_TWO = map(pattern, ("joined", "tokenizes", "encodes_and_decodes"))
 _CROSS_ENTROPY = re.compile(r"\bcross_entropy$|(^|\.)CrossEntropyLoss(\(.*\)$| )")
 _ADDED = re.compile(r" \+=? ")
+_HELD_OUT = re.compile("(?i)val|test|dev").search
 _OF_CHATS = re.compile(r"'(messages|conversations|prompt|completion)'")
 _KEEPS, _SHIFTS, _CAUSAL, _TWICE = map(pattern, ("keeps_columns", "shifts", "causal", "shifted_twice"))
 
@@ -169,3 +171,21 @@ def chats_are_texts_by_then(document: Document, _: Setup) -> Iterator[Hit]:
             what = "the rows are texts: ValueError, `the dataset is not conversational`"
             fix = "keep `messages` and let the SFTTrainer write the template; or prompt and completion"
             yield Hit(("assistant_only_loss",), what, fix)
+
+
+@training_rule("warning", "accelerate/accelerator.py: _prepare_deepspeed; read in 1.15")
+def loader_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
+    """Accelerate reads a DataLoader for `auto` only: a number of the file changes no rows, and is wrong."""
+    files = {one.name: count for one in setup.of("deepspeed") if (count := one.number(MICRO))}
+    sets = setup.reader != "accelerate" or re.search(f"split_batches|{MICRO}", document.text)
+    known, rows = values_of(document), dict[Any, int]()
+    for one in walk(tree_of(document), ast.Assign) if len(files) == 1 and not sets else ():
+        call, name = one.value, ast.unparse(one.targets[0])
+        if isinstance(call, ast.Call) and call in [*calls(document, "DataLoader")] and not _HELD_OUT(name):
+            given = words_of(call).get("batch_size", call.args[1] if call.args[1:] else ast.Constant(None))
+            rows[known.value(given)] = call.lineno
+    for count, line in rows.items() if len(rows) == 1 else ():
+        ((name, micro),) = files.items()
+        if type(count) is int and count != micro:
+            what = f"each GPU computes {count} rows at a time, and {name} counts {micro:g}"
+            yield Hit((), what, f'"{MICRO}": "auto", or batch_size={micro:g}', line=line)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit
 from shardwise.lint.rules.loop import stepped
-from shardwise.lint.rules.program import calls, tree_of, values_of
+from shardwise.lint.rules.program import calls, code_of, tree_of, values_of, walk, within
 from shardwise.lint.schema import pattern
 
 _SCHEDULES, _COUNTS_ALL = map(pattern, ("schedules", "counts_all"))
@@ -51,7 +51,7 @@ def followed(made: ast.expr, given: dict[str, ast.expr], deep: int = 4) -> Itera
 
 
 def never_ends(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
-    """A schedule of all micro-batches that advances where the Accelerator's gradients are synchronised."""
+    """A schedule of micro-batches that advances at steps, or one of steps that no `prepare` slows down."""
     program, known = tree_of(document), values_of(document)
     words = [word for call in calls(document, "Accelerator") for word in call.keywords]
     counts = [known.value(one.value) for one in words if one.arg == "gradient_accumulation_steps"]
@@ -77,6 +77,33 @@ def never_ends(document: Document, given: dict[str, ast.expr]) -> Iterator[Hit]:
             what = f"the schedule counts micro-batches, and advances at steps: 1/{counts[0]} of it is used"
             yield Hit((), what, f"its number of steps / {counts[0]}", severity="warning", line=made.lineno)
             return
+        if _of_steps(texts, counts[0], code_of(document)) and _each(program, call, {*prepared}):
+            what = f"the schedule is not prepared, and advances {counts[0]} times a step of the optimizer"
+            fix = f"`if accelerator.sync_gradients: {ast.unparse(call)}`"
+            yield Hit((), what, fix, severity="warning", line=call.lineno)
+            return
+
+
+def _of_steps(texts: str, count: int, code: str) -> bool:
+    """Whether the numbers of a schedule count the optimizer's steps: no batches, no turns, no multiples."""
+    every = rf"\(?([\w.]*accum\w*|(?<![\w.]){count}\b)"
+    if re.search(rf"\* *{every}|{every}\)? *\*", texts):
+        return False
+    turns = "|".join(map(re.escape, re.findall(r"[\w.]*steps\w*|\d{3,}", texts))) or "(?!)"
+    turns = rf"([<>]=? |range\()({turns})\b"  # of a loop that may count micro-batches
+    other = re.search(r"(?i)\blen\(|micro|iter|batch|steps_per", texts) or re.search(turns, code)
+    return not other or re.search(rf"//? *{every}", texts) is not None
+
+
+def _each(program: ast.Module, call: ast.Call, prepared: set[str]) -> bool:
+    """Whether a call runs at each micro-batch below `accumulate`, next to a prepared optimizer's step."""
+    for one in walk(program, ast.With):
+        if ".accumulate(" in ast.unparse(one.items[0]) and call in (held := {*ast.walk(one)}):
+            blocks = [part for part in held if isinstance(part, ast.If | ast.For | ast.While | ast.Continue)]
+            waits = any(isinstance(part, ast.Continue) or call in {*ast.walk(part)} for part in blocks)
+            others = re.search(r"(?i)sched|\*", " ".join(prepared))
+            return not (waits or others) and any(stepped(part) in prepared for part in within(one))
+    return False
 
 
 def _prepares(document: Document) -> Iterator[ast.Call]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from shardwise.job.source import Key
 from shardwise.lint.document import Document
-from shardwise.lint.finding import Hit, training_rule
+from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
 from shardwise.lint.rules.arguments import NUMBERS, tool_of
 from shardwise.lint.rules.program import calls, known_values
 from shardwise.lint.rules.training import PLAIN, WORDS, first_imports, given_to_trainers
-from shardwise.lint.schema import closest, names, table
+from shardwise.lint.schema import closest, misspelt, names, table
 from shardwise.lint.setup import Setup
 
 _CLOSED: dict[str, dict[str, str]] = table("closed_words")
@@ -22,6 +22,7 @@ _SHARES = {"lora_dropout": "PEFT stops: `dropout probability has to be between 0
 _SHARES["warmup_ratio"] = "transformers 4 stops: `warmup_ratio must lie in range [0,1]`"
 _PART_OF = r"(?:\[['\"]NAME['\"]\]|\.get\(['\"]NAME['\"]\))"
 _TEXT = re.compile(r"\d+[eE][-+]?\d+")  # YAML 1.1 wants a dot in `2.0e-5`
+_AT = {"type": "axolotl: utils/data/wrappers.py, handle_unknown_dataset_strategy; read in 2026-08"}
 _OWN_CODE = re.compile(r"AttentionInterface|trust_remote_code\s*=\s*True|\bregister\(")
 
 
@@ -29,6 +30,8 @@ def _given(document: Document, setup: Setup) -> Iterator[tuple[str, str, Any, in
     """What files and calls give: the tool or the class, the name, the value, and the line."""
     for name, value in document.values.items() if document.syntax != "python" else ():
         yield tool_of(document), str(name), value, document.line((name,))
+    for at, row in enumerate(document.get("datasets") or () if tool_of(document) == "Axolotl" else ()):
+        yield "Axolotl", "type", row.get("type"), document.line(("datasets", str(at), "type"))
     for call in calls(document, *_CALLS):
         for key, (line, value) in known_values(document, setup).arguments(call).items():
             yield ast.unparse(call.func).rpartition(".")[2], key[0], value, line
@@ -48,6 +51,8 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
         if not isinstance(value, str) or not known or word in known or not re.fullmatch(r"[\w-]+", word):
             continue  # such as `SchedulerType.COSINE`
         earlier = word in names("earlier_optimizers")
+        if name == "type" and not misspelt(word, closest(word, known) or word):
+            continue  # a module of the user's own
         same = (one for one in known if sorted(one) == sorted(word))  # `stf` for sft
         near = closest(word.replace("_hf", "_torch"), known) or next(same, None)
         who = "transformers 5.23 has" if name in WORDS else "there is"
@@ -55,7 +60,8 @@ def unknown_word(document: Document, setup: Setup) -> Iterator[Hit]:
         fix = f"did you mean {near!r}?" if near else f"one of {', '.join(known)}"
         at = document.line((name,)) if document.get(name) == value else line
         sure = near or (name not in WORDS and document.syntax == "python")  # a fork may know more words
-        yield Hit((name,), what, fix, severity="warning" if earlier or not sure else None, line=at)
+        severity: Severity = "warning" if earlier or not sure else "error"
+        yield Hit((name,), what, fix, (), severity, at, _AT.get(name, ""))
 
 
 @training_rule("error", "torch/nn/modules/dropout.py; transformers 4: training_args.py; run with PEFT 0.21")
