@@ -11,8 +11,9 @@ def gib(num_bytes: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Of a file: `12.3 GiB`, and `8.1 MiB` where that would be a small part of one."""
-    return gib(num_bytes) if num_bytes >= 0.1 * GIB else f"{num_bytes / 1024**2:.1f} MiB"
+    """Of a file: `12.3 GiB`, and `8.1 MiB` or `2.5 KiB` where that would be a small part of one."""
+    mib = num_bytes / 1024**2
+    return gib(num_bytes) if mib >= 102.4 else f"{mib:.1f} MiB" if mib >= 0.1 else f"{1024 * mib:.1f} KiB"
 
 
 def count(number: float) -> str:

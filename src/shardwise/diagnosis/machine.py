@@ -17,7 +17,7 @@ import psutil
 from shardwise.diagnosis import Check
 from shardwise.hardware.detect import cpu_cores, host_memory_bytes
 from shardwise.record.environment import versions
-from shardwise.units import GIB, count, gib
+from shardwise.units import GIB, count, gib, size
 
 LEAST_PYTHON = (3, 11)
 RENDEZVOUS_PORT = 29500  # of torchrun, `deepspeed` and accelerate; shardwise looks for a free port
@@ -103,7 +103,7 @@ def shared_memory(*, gpus: int, folder: Path = SHM) -> Check:
     if usage.free < LITTLE_SHM:
         finding = f"{usage.free / 2**20:.0f} MiB free in {folder}: NCCL between several GPUs may fail"
         return Check(name, "warning", finding, fix, facts)
-    return Check(name, "ok", f"{gib(usage.free)} free in {folder}", facts=facts)
+    return Check(name, "ok", f"{size(usage.free)} free in {folder}", facts=facts)
 
 
 def disk(name: str, folder: Path) -> Check:
@@ -120,7 +120,7 @@ def disk(name: str, folder: Path) -> Check:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             fix = fix.replace("make room", "give permission")
         return Check(name, "problem", f"{parent} cannot be written: {error.strerror}", fix, facts)
-    finding = f"{gib(usage.free)} free in {folder}"
+    finding = f"{size(usage.free)} free in {folder}"
     if usage.free < LITTLE_DISK:
         return Check(name, "warning", f"{finding}: little for checkpoints and models", fix, facts)
     return Check(name, "ok", finding, facts=facts)

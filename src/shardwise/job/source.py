@@ -222,8 +222,11 @@ def _make_sections(document: Document, key: Key, flag: Origin) -> bool:
 def _flag_value(text: str, key: Key, flag: Origin, document: Document) -> Any:
     try:
         node = yaml.compose(text, Loader=_Loader) or yaml.ScalarNode("tag:yaml.org,2002:null", "")
-    except yaml.MarkedYAMLError as error:
-        document.problem(syntax_problem(error)[0], flag.text, "quote the value for the shell and for YAML")
+    except yaml.YAMLError as error:
+        what = f"not YAML: {error}".splitlines()[0]
+        if isinstance(error, yaml.MarkedYAMLError):
+            what, _, _ = syntax_problem(error)
+        document.problem(what, flag.text, "quote the value for the shell and for YAML")
         return None
     document.origins[key] = flag
     return _values(node, key, flag, document)
@@ -256,8 +259,8 @@ def _check_scalar(node: yaml.ScalarNode, key: Key, document: Document) -> None:
     if node.tag.endswith(":null") and node.value == "":
         fix = "give it one, remove the line, or write `{}` for a section with only defaults"
         document.problem(f"`{dotted(key)}` has no value", where, fix)
-    elif any("\ud800" <= character <= "\udfff" for character in node.value):
-        what = f"`{dotted(key)}` holds half a surrogate pair, which is not a character"
+    elif any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
+        what = f"`{dotted(key)}` holds a NUL or half a surrogate pair, which is not a character"
         document.problem(what, where, "write the text in UTF-8")
 
 

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from shardwise.errors import Problem
 from shardwise.job import json_schema
-from shardwise.job.schema import Job
+from shardwise.job.schema import SAMPLE_FIELDS, Job
 from shardwise.job.source import Document, Key, dotted
 
 _REQUIRED: dict[Key, Any] = {("name",): "job", ("model", "source"): "model", ("data", "train"): "data"}
@@ -76,7 +76,7 @@ def _problem(kind: str, key: Key, document: Document) -> Problem:
         value = document.section(key).get(key[-1])
         text = json.dumps(value, ensure_ascii=False, default=str)
         shown = text if len(text) <= 60 else text[:57] + "..."
-        what, fix = f"`{name}` is {shown}; expected {allowed}", _hint(key, value, allowed)
+        what, fix = f"`{name}` is {shown}; expected {allowed}", _hint(key, value, allowed) or _column(value)
     return Problem(what=what, where=document.where(key), fix=fix)
 
 
@@ -94,7 +94,7 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
         close = close or difflib.get_close_matches(value, words, n=1)
         if close and close[0] != value:
             return f"did you mean {close[0]}?"
-        plain = value.replace("_", "").replace(",", "")
+        plain = value.replace("_", "").replace(",", "").lstrip("0") or value
         if ("number" in allowed or "integer" in allowed) and plain.isdigit():
             if len(plain) > 18:  # read as text (source.py)
                 return "a smaller number"
@@ -107,6 +107,13 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
         if "text" in allowed or "a name" in allowed:
             return f'put it in quotes: `{name}: "{value}"`'
     return ""
+
+
+def _column(value: Any) -> str:
+    """The fix for a mapping in which one of the samples' fields is misspelt."""
+    wrong = [one for one in value if one not in SAMPLE_FIELDS] if isinstance(value, dict) else []
+    near = difflib.get_close_matches(wrong[0], SAMPLE_FIELDS, n=1) if wrong else []
+    return f"did you mean {near[0]}, not {wrong[0]}?" if near else ""
 
 
 _OTHERS = {

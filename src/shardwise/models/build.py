@@ -190,7 +190,12 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
             config = _parse(model, found, changes)
     except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise refused("transformers refuses the config", error, model, fix="correct the values") from None
-    code = family_code(family_of(config))
+    family = family_of(config)
+    if family.mixes_tokens and getattr(config, family.mixes_tokens, False):
+        what = f"with {family.mixes_tokens}, tokens of {kind!r} models depend on other rows of a micro-batch"
+        fix = f"use a model with {family.mixes_tokens}: false; transformers routes tokens so"
+        raise JobError(what, where=f"model.source: {model.source}", fix=fix)
+    code = family_code(family)
     if code is not None:
         code.check_config(config, model.config)
     return config

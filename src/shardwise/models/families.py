@@ -62,6 +62,8 @@ class Family:
     """Matrices that are in no matrix product; `FamilyCode.mixer_flops_per_token` counts their work."""
     stages: bool = False
     """Blocks take and return hidden states alone, and embeddings stand before them: it can be cut there."""
+    mixes_tokens: str = ""
+    """The config's name of what lets a token's result depend on other rows of its micro-batch: refused."""
     package: str = ""
     """A package of ours with other modules for training: `FamilyCode`."""
 

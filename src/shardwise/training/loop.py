@@ -44,6 +44,7 @@ class StepReport:
 
 
 LEAST_LOSS_SCALE = 1.0  # Of fp16: DeepSpeed's least, too
+AT_FIRST = "no step was applied yet: correct the weights or the config of model.source, or train in fp32"
 START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps, and start under another name"
 
 
@@ -251,11 +252,12 @@ class Loop:
         fp16 = self.job.train.precision == "fp16"
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or fp16):
             what = f"the loss is {loss}, the gradient norm {grad_norm}; this step was not applied"
+            fix = START_AGAIN if issued.step > 1 else AT_FIRST
             found = [
-                Problem(what=one, where=f"step {issued.step}, {ranks}", fix=START_AGAIN)
+                Problem(what=one, where=f"step {issued.step}, {ranks}", fix=fix)
                 for one, ranks in self.explain(issued.batch)
             ]
-            raise DivergedError(what, where=f"step {issued.step}", fix=START_AGAIN, problems=found)
+            raise DivergedError(what, where=f"step {issued.step}", fix=fix, problems=found)
         _check(report)
 
 

@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_checkpoints_are_listed_and_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(run)]) == 0
-    both = "step 4: sound, 0.0 MiB, zero2 on 2 processes\nstep 2: sound, 0.0 MiB, zero2 on 2 processes\n"
+    both = "step 4: sound, 1.4 KiB, zero2 on 2 processes\nstep 2: sound, 1.4 KiB, zero2 on 2 processes\n"
     assert capsys.readouterr().out == both
     part = run / "checkpoints" / "step-000002" / "engine" / "rank-00001.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"x")

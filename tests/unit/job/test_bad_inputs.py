@@ -222,7 +222,7 @@ CASES = [
     ),
     Case("llama-template", data("chat_template: llama3"), ["Llama-3 uses llama-3"]),
     Case("no-such-template", data("chat_template: llama30b"), ["chatml, llama-3, alpaca; unset"]),
-    Case("no-such-field", data("format: {promt: q}"), ["a mapping of prompt, completion, instruction"]),
+    Case("no-such-field", data("format: {promt: q}"), ["a mapping of prompt, ", "did you mean prompt, not"]),
     Case("no-such-column", data("format: {prompt: 3}"), ["`data.format`", "a mapping of prompt"]),
     Case("columns-elsewhere", data("columns: {prompt: q}"), ["did you mean data.format?"]),
     Case("no-columns", data("format: {}"), ["`data.format` is {}"]),
@@ -240,6 +240,9 @@ CASES = [
     Case("set-wrong-type", GOOD, ["--set train.steps=few", "an integer"], train("--set", "train.steps=few")),
     Case("set-below-name", with_("strategy: zero2"), ["job.yaml:8"], train("--set", "strategy.stage=3")),
     Case("set-not-yaml", GOOD, ["--set name=[", "not YAML"], train("--set", "name=[")),
+    Case("set-control-character", GOOD, ["--set name=", "not YAML: unacc"], train("--set", "name=\x07")),
+    Case("nul", with_('output: "a\\0b"'), ["job.yaml:8", "`output` holds a NUL or half a surrogate"]),
+    Case("octal", data("max_samples: 010"), ["job.yaml:6", "write `max_samples: 10`"]),
     Case("set-contradicts", GOOD, ["--set train.epochs=2"], train("--set", "train.epochs=2")),
     # the command line
     Case("unknown-verb", GOOD, ["no such command 'trian'", "did you mean train?"], ("trian", "job.yaml")),

@@ -192,6 +192,18 @@ def test_a_router_loss_of_another_kind_is_refused() -> None:
         CausalLM(model, packed=False)
 
 
+def test_a_router_that_mixes_the_rows_of_a_micro_batch_is_refused(tmp_path: Any) -> None:
+    """Doge's: each sample's loss would depend on its neighbours, packed or not."""
+    values = {**SIZES, "is_moe": True, "num_experts": 4, "num_experts_per_tok": 2}
+    AutoConfig.for_model("doge", **values).save_pretrained(tmp_path)
+    job = Model(source=str(tmp_path), weights="random")
+    with pytest.raises(JobError, match="'doge' models depend on other rows") as caught:
+        build_model(job, dtype=torch.float32, seed=0)
+    assert "is_moe: false" in caught.value.problems[0].fix
+    dense = job.model_copy(update={"config": {"is_moe": False}})
+    assert build_model(dense, dtype=torch.float32, seed=0).total > 0
+
+
 def test_a_model_without_a_router_loss_says_so() -> None:
     values = {**SIZES, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, **ASKED}
     with torch.device("meta"):
