@@ -21,6 +21,7 @@ from shardwise.job.source import job_text
 from shardwise.job.strategies import NAMED
 from shardwise.planner.plan import SCHEMA, Plan
 from shardwise.planner.planning import Making, make_plan
+from shardwise.planner.search import rank
 from shardwise.planner.why import does_not_fit
 from shardwise.strategy import Strategy
 
@@ -79,17 +80,22 @@ def _that_starts(plan: Plan, to: Target) -> tuple[Plan, tuple[str, ...]]:
 
     The plan itself where it starts none: `files_for` says why.
     """
-    best = plan.chosen
-    for option in plan.options if best else ():
-        try:
-            descriptor(option.strategy).check_launcher(to, option.strategy)
-        except JobError:
-            continue
-        if best is None or option.strategy == best.strategy or option.fit != best.fit:
-            break
-        left, name = best.strategy.name, option.strategy.name
-        return replace(plan, chosen=option), (f"--to {to} does not start {left}, the plan's choice: {name}",)
-    return plan, ()
+    if (best := plan.chosen) is None:
+        return plan, ()
+    started = [o for o in plan.options if o.fit == best.fit and _starts(to, o.strategy)]
+    if best in started or not started:
+        return plan, ()
+    option = rank(started, plan.objective, plan.hardware)[0]
+    left, name = best.strategy.name, option.strategy.name
+    return replace(plan, chosen=option), (f"--to {to} does not start {left}, the plan's choice: {name}",)
+
+
+def _starts(to: Target, strategy: Strategy) -> bool:
+    try:
+        descriptor(strategy).check_launcher(to, strategy)
+    except JobError:
+        return False
+    return True
 
 
 def library(name: str, out: Path) -> Emitted:

@@ -12,7 +12,7 @@ from shardwise.hardware.parse import with_slot
 from shardwise.job import paths
 from shardwise.job.load import LoadedJob
 from shardwise.planner.limits import share as share_of
-from shardwise.planner.limits import with_limits, with_pareto
+from shardwise.planner.limits import with_costs, with_limits, with_pareto
 from shardwise.planner.plan import Objective, Plan
 from shardwise.planner.planning import Making, make_plan
 from shardwise.planner.search import MARGIN
@@ -94,6 +94,7 @@ def plan(
         raise loaded.located(error) from None
     if share is not None:
         made = with_limits(made, share, _on_fewer(hardware, plan_for))
+    made = with_costs(made, loaded.job.energy)
     slot = with_slot(gpus, hardware) if isinstance(gpus, str) else None
     offloads = made.chosen is not None and made.chosen.strategy.offloads
     if slot is not None and (hardware.world_size > 1 or offloads):

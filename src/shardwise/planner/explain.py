@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.hardware.catalog import gpus
 from shardwise.planner.changes import larger_gpus
 from shardwise.planner.plan import Option, Plan, PowerChoice, in_words
 from shardwise.planner.simulate import capacity_bytes
@@ -116,7 +117,9 @@ def _needs(option: Option, plan: Plan) -> str:
         said += " and a higher --memory-cap"
         if capacity_bytes(gpu) >= wanted:
             return said
-    enough = [other for other in larger_gpus(gpu) if capacity_bytes(other) >= wanted]
+    sold = (one for one in gpus() if one.sold_as_gb == gpu.sold_as_gb and one.compute_capability is not None)
+    alike = () if gpu in gpus() else sold  # known by its memory alone, of which the least is assumed
+    enough = [other for other in (*alike, *larger_gpus(gpu)) if capacity_bytes(other) >= wanted]
     if not enough:
         return f"{said} (no GPU of the catalog has that)"
     size = f"{enough[0].sold_as_gb}GB"

@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwise.errors import JobError
+from shardwise.job.schema import Energy
 from shardwise.planner.plan import AtLimit, Objective, Option, Plan, PowerChoice, in_words
 from shardwise.planner.search import TIE_FACTOR, cost, rank
 from shardwise.planner.why import reasons
 from shardwise.simulate.power import energy_error, levels, under_limit
+from shardwise.units import JOULES_PER_KWH, SECONDS_PER_HOUR
 
 MOST_SHARE = 1.0
 METRICS: tuple[Objective, ...] = ("throughput", "energy")
@@ -60,18 +62,36 @@ def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> 
             plan, best = other, found
     chosen, *rest = rank(best, "energy", plan.hardware)
     power = _compared(chosen, default, plan, max_slowdown)
-    _, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
+    others, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
     slower = f"take at most {max_slowdown:.1%} more time a token than the fastest"
     gpus = plan.hardware.world_size
     on = "" if gpus == all_gpus else f", on {gpus} of {all_gpus} GPUs; what the others draw is not counted"
-    first = f"the least energy of the {len(best)} that fit and {slower}{on}"
-    among = {option.strategy for option in best}
+    among = f"of the {len(best)} that fit and {slower}{on}"
+    least = _joules(chosen) <= TIE_FACTOR * min(map(_joules, best))
+    first = f"the least energy {among}" if least else f"{among}: {others}"
+    tried = {option.strategy for option in best}
     return replace(
         plan,
         chosen=replace(chosen, why=(first, *_said(chosen, power, plan), *why)),
-        alternatives=(*rest, *(option for option in plan.options if option.strategy not in among)),
+        alternatives=(*rest, *(option for option in plan.options if option.strategy not in tried)),
         power=power,
     )
+
+
+def with_costs(plan: Plan, energy: Energy) -> Plan:
+    """The plan with what all steps cost, and whether the budget lasts, where the job says so."""
+    chosen, tokens = plan.chosen, plan.job.total_tokens
+    if chosen is None or tokens is None:
+        return plan
+    kwh, said = tokens * _joules(chosen) / JOULES_PER_KWH, list[str]()
+    hours = plan.hardware.world_size * chosen.seconds(tokens) / SECONDS_PER_HOUR
+    if energy.price_per_kwh is not None or energy.price_per_gpu_hour is not None:
+        price = kwh * (energy.price_per_kwh or 0.0) + hours * (energy.price_per_gpu_hour or 0.0)
+        said.append(f"all steps cost {price:,.2f} at the job's prices: {kwh:.3g} kWh, {hours:.3g} GPU-hours")
+    if energy.budget_kwh is not None and kwh > energy.budget_kwh:
+        part = f"{energy.budget_kwh / kwh:.1%} of the steps: all of them take {kwh:.3g} kWh"
+        said.append(f"energy.budget_kwh {energy.budget_kwh:g} ends the run after {part}")
+    return replace(plan, chosen=replace(chosen, why=(*chosen.why, *said)))
 
 
 def with_pareto(plan: Plan) -> Plan:

@@ -467,6 +467,10 @@ def test_the_best_strategy_that_the_launcher_starts_is_taken(
     assert "--to deepspeed does not start ddp, the plan's choice: zero0" in said
     assert not (tmp_path / "torchrun" / "deepspeed.json").exists()
     assert (tmp_path / "deepspeed" / "deepspeed.json").exists()
+    tight = ["--gpus", "4x24GB", "--set", "model.source=meta-llama/Llama-3.1-8B"]
+    assert main(["emit", "job.yaml", *tight, "--to", "deepspeed", "--out", "tight"]) == 0
+    said = "".join(capsys.readouterr())
+    assert "does not start ddp, the plan's choice: zero1\n" in said, "zero1-offload is as fast"
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])

@@ -9,7 +9,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from shardwise.planner.explain import folded, next_better, show_explanation
+from shardwise.planner.explain import _needs, folded, next_better, show_explanation
 from shardwise.planner.why import reasons
 from shardwise.simulate.prediction import Moment
 
@@ -73,6 +73,17 @@ def test_the_next_better_names_what_it_lacks(toy) -> None:
         "1.13x the tokens/s with 15.7 GiB of a GPU to use, as RTX 4090 (24GB) has: "
         "zero2 with micro-batch 2, accumulation 8, no checkpointing"
     )
+
+
+@pytest.mark.parametrize(("gpus", "name"), [("4x24GB", "RTX 3090"), ("4xL4", "RTX 5000 Ada")])
+def test_a_card_of_the_same_size_may_be_named_where_only_the_memory_was(toy, gpus: str, name: str) -> None:
+    """22.0 GiB of `24GB` are to use, and 23.6 of an RTX 3090."""
+    plan = toy.plan(gpus, "zero2")
+    prediction = plan.chosen.prediction
+    wanted = round(22.5 * (1 - plan.margin) * 2**30) - prediction.memory.outside_allocator_bytes
+    memory = replace(prediction.memory, peak_reserved_bytes=wanted)
+    larger = replace(plan.chosen, prediction=replace(prediction, memory=memory), fit="tight")
+    assert _needs(larger, plan).startswith(f"with 22.5 GiB of a GPU to use, as {name} (")
 
 
 @pytest.mark.parametrize(

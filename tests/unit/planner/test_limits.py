@@ -11,8 +11,9 @@ from rich.console import Console
 
 from shardwise.board.plots import against_time, more
 from shardwise.errors import JobError
+from shardwise.job.schema import Energy
 from shardwise.planner.explain import show_explanation
-from shardwise.planner.limits import at_limits, front, share, with_limits, with_pareto
+from shardwise.planner.limits import at_limits, front, share, with_costs, with_limits, with_pareto
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.search import TIE_FACTOR, cost
 from shardwise.planner.table import show, show_pareto
@@ -94,6 +95,38 @@ def test_plans_for_fewer_gpus_are_made_until_one_is_too_slow(plan: Plan, toy) ->
         raise AssertionError("half is too slow, so a quarter is not tried")
 
     assert with_limits(plan, 0.0, ever_fewer()).hardware.world_size == 4
+
+
+def test_what_needs_more_energy_is_not_called_the_least(toy) -> None:
+    """Nobody has stated the hosts' memory: what needs none of it is chosen, within the error."""
+    drawn = drawing(toy.plan("4xRTX4090", objective="energy"), 0.98)
+    assert drawn.chosen is not None
+    own = drawn.chosen.prediction
+    less = replace(own.energy, joules_per_step=0.95 * own.energy.joules_per_step)
+    strategy = replace(drawn.chosen.strategy, stage=2, offload_optimizer="cpu")
+    offloading = replace(drawn.chosen, strategy=strategy, prediction=replace(own, energy=less))
+    plan = with_limits(replace(drawn, alternatives=(offloading, *drawn.alternatives)), 0.3)
+    assert plan.chosen is not None
+    assert not plan.chosen.strategy.offloads
+    assert plan.chosen.why[0].startswith("of the ")
+    assert "more time a token than the fastest: the least energy that needs no host" in plan.chosen.why[0]
+
+
+def test_the_budget_and_the_prices_of_a_job_are_compared_with_its_steps(plan: Plan) -> None:
+    tokens, chosen = 1_000_000_000, plan.chosen
+    assert chosen is not None
+    known = replace(plan, job=replace(plan.job, total_tokens=tokens))
+    kwh = tokens * chosen.prediction.energy.joules_per_token / 3.6e6
+    hours = 4 * chosen.seconds(tokens) / 3600
+    energy = Energy(budget_kwh=kwh / 4, price_per_kwh=0.5, price_per_gpu_hour=2)
+    found = with_costs(known, energy).chosen
+    assert found is not None
+    assert found.why[:-2] == chosen.why
+    assert found.why[-2].startswith(f"all steps cost {0.5 * kwh + 2 * hours:,.2f} at the job's prices")
+    assert "ends the run after 25.0% of the steps" in found.why[-1]
+    for enough in (Energy(), Energy(budget_kwh=1.01 * kwh)):
+        assert with_costs(known, enough) == known
+    assert with_costs(replace(plan, job=replace(plan.job, total_tokens=None)), energy).chosen == chosen
 
 
 def test_a_wider_bound_lowers_the_limit(plan: Plan) -> None:
