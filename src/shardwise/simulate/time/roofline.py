@@ -52,6 +52,7 @@ class Roofline:
         self._flash = "ampere" if (8, 0) <= gpu.capability < (9, 0) else "flash"
         self._kernel_seconds: float = table()["kernel"]["seconds"]
         self._shares: dict[str, float] = table()["bandwidth"]
+        self._byte_flops: dict[str, float] = table()["byte_flops"]
 
     def seconds(self, op: Op) -> float:
         """Seconds that the GPU is busy with `op`, with the pause before the next kernel."""
@@ -63,7 +64,8 @@ class Roofline:
 
     def moving(self, num_bytes: float, key: str = "elementwise") -> float:
         """Seconds of one kernel that reads and writes `num_bytes`, at the share `key` of the bandwidth."""
-        return self._kernel_seconds + num_bytes / (self.bytes_per_second * self._shares[key])
+        moving = num_bytes / (self.bytes_per_second * self._shares[key])
+        return self._kernel_seconds + moving + num_bytes * self._byte_flops.get(key, 0.0) / self.fp32_flops
 
     def clocked(self, op: Op) -> float:
         """The seconds of `op` that grow when the clock falls: those of a product, an attention or a scan.
