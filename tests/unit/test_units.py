@@ -20,5 +20,5 @@ MIB = 1 << 20
         (0, "0.0 KiB"),
     ],
 )
-def test_a_file_s_size_is_never_rounded_to_nothing(num_bytes: float, text: str) -> None:
+def test_a_small_size_is_in_smaller_units(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text

@@ -213,6 +213,6 @@ def test_a_full_disk_is_that_of_the_node_that_wrote(tmp_path: Path) -> None:
 
     for error in power.run(work):
         assert isinstance(error, MachineError)
-        assert "more than 0.0 MiB (7 bytes)" in error.problems[0].what
+        assert "more than 0.0 KiB (7 bytes)" in error.problems[0].what
         assert "node1" in error.problems[0].where
     assert not list(tmp_path.rglob(".tmp-*"))
