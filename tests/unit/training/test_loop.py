@@ -213,11 +213,15 @@ def test_a_resumed_run_is_not_evaluated_at_its_start() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_unsaved(loss: float) -> None:
-    loop, diary = make([5, loss, 3], steps=3)
+@pytest.mark.parametrize(
+    ("step", "cause"), [(1, "the weights or the config"), (2, "optimizer.learning_rate")]
+)
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved(loss: float, step: int, cause: str) -> None:
+    loop, diary = make([5] * (step - 1) + [loss, 3], steps=3)
     with pytest.raises(DivergedError, match="not applied") as caught:
         loop.run(3)
-    assert caught.value.problems[0].where == "step 2"
+    assert caught.value.problems[0].where == f"step {step}"
+    assert cause in caught.value.problems[0].fix
     assert not [line for line in diary.lines if line.startswith("save")]
 
 
