@@ -111,11 +111,11 @@ def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
     AssertionError when they are not done after `timeout` seconds, or soon after one has failed. Then none of
     them is left, and each has written to its errors what its threads were doing.
     """
-    until, started = time.monotonic() + timeout, list[Started]()
+    began, started = time.monotonic(), list[Started]()
     try:
         for number, call in enumerate(calls):
             started.append(Started(call, template=number % TEMPLATES))
-        return _codes(started, until)
+        return _codes(started, began, timeout)
     except BaseException:
         for number in (signal.SIGABRT, signal.SIGKILL):
             for one in started:
@@ -125,14 +125,15 @@ def run(calls: Sequence[Call], *, timeout: float) -> list[int]:
         raise
 
 
-def _codes(started: Sequence[Started], until: float) -> list[int]:
+def _codes(started: Sequence[Started], began: float, timeout: float) -> list[int]:
     """The exit codes, once all have ended."""
+    until = began + timeout
     while None in (codes := [one.poll() for one in started]):
         if any(codes):
             until = min(until, time.monotonic() + OTHERS_SECONDS)
         lines = [one.line for one in started if one.returncode is None]
         if not select.select(lines, [], [], max(0.0, until - time.monotonic()))[0]:
-            raise AssertionError(f"not all are done; exit codes {codes}")
+            raise AssertionError(f"not all done after {time.monotonic() - began:.0f} s; exit codes {codes}")
     return [code for code in codes if code is not None]
 
 
@@ -179,7 +180,8 @@ class Started:
     def wait(self, timeout: float = 300.0) -> int:
         code = self.poll(timeout)
         if code is None:
-            raise AssertionError(f"process {self.pid} is not done after {timeout:.0f} s")
+            self.send_signal(signal.SIGKILL)
+            raise AssertionError(f"not done after {timeout:.0f} s")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -227,7 +229,7 @@ class Template:
         self._listening, self._leader, self._pid = listening, os.pidfd_open(leader), os.getpid()
         self._forks: dict[Any, int] = {}
         """By the line on which it was asked for, and by what becomes readable when it ends: a process."""
-        self.lines: dict[int, socket.socket] = {}
+        self._lines: dict[int, socket.socket] = {}
         self._selector = selectors.DefaultSelector()
         for one in (listening, self._leader):
             self._selector.register(one, selectors.EVENT_READ)
@@ -256,14 +258,14 @@ class Template:
             end = os.pidfd_open(pid)
             self._selector.register(end, selectors.EVENT_READ)
             self._forks |= {end: pid, line: pid}
-            self.lines[end] = line
+            self._lines[end] = line
             return
         if line in self._forks:  # nobody waits for it any more
             os.kill(self._forks.pop(line), signal.SIGKILL)
         self._close(line)
 
     def _ended(self, end: Any) -> None:
-        code, line = os.waitstatus_to_exitcode(os.waitpid(self._forks.pop(end), 0)[1]), self.lines.pop(end)
+        code, line = os.waitstatus_to_exitcode(os.waitpid(self._forks.pop(end), 0)[1]), self._lines.pop(end)
         self._selector.unregister(end)
         os.close(end)
         if self._forks.pop(line, None) is not None:

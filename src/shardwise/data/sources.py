@@ -18,7 +18,7 @@ from shardwise.errors import DataError, Problem
 from shardwise.job.paths import DATA_SUFFIXES
 
 PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
-NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".xz", ".bz2", ".zip", ".tar")  # and may hold samples
+NOT_READ = (".csv", ".tsv", ".ndjson", ".arrow", ".gz", ".tgz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z")
 
 Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
 

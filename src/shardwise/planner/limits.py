@@ -1,4 +1,4 @@
-"""Power limits in a plan: the least energy within a bound on time, and time against energy.
+"""Power limits and energy in a plan: the least energy within a bound on time, and what a run costs.
 
 A limit changes no memory and no schedule. So each strategy is simulated once, at the card's own limit, and
 what a limit makes of it is arithmetic (simulate/power.py).

@@ -44,7 +44,7 @@ class StepReport:
 
 
 LEAST_LOSS_SCALE = 1.0  # Of fp16: DeepSpeed's least, too
-AT_FIRST = "no step was applied yet: correct the weights or the config of model.source, or train in fp32"
+AT_FIRST = "no step was applied yet: correct the weights or config of model.source, or train.precision"
 START_AGAIN = "lower optimizer.learning_rate or lengthen optimizer.warmup_steps, and start under another name"
 
 

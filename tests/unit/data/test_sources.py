@@ -193,7 +193,7 @@ def test_a_folder_is_read_in_sorted_order_without_foreign_files(tmp_path: Path) 
     assert [str(source.path) for source in both] == [str(tmp_path / "b.txt"), str(tmp_path / "sub/c.txt")]
 
 
-@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "sub/c.csv", "more"])
+@pytest.mark.parametrize("name", ["b.jsonl", "b.jsonl.gz", "b.ndjson", "sub/c.csv", "more"])
 def test_a_folder_with_data_that_is_not_read_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     (tmp_path / "sub").mkdir()

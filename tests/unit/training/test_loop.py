@@ -213,9 +213,7 @@ def test_a_resumed_run_is_not_evaluated_at_its_start() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-@pytest.mark.parametrize(
-    ("step", "cause"), [(1, "the weights or the config"), (2, "optimizer.learning_rate")]
-)
+@pytest.mark.parametrize(("step", "cause"), [(1, "the weights or config"), (2, "optimizer.learning_rate")])
 def test_a_loss_that_is_not_finite_ends_the_run_unsaved(loss: float, step: int, cause: str) -> None:
     loop, diary = make([5] * (step - 1) + [loss, 3], steps=3)
     with pytest.raises(DivergedError, match="not applied") as caught:
