@@ -38,7 +38,7 @@ def test_it_makes_no_difference_who_writes(
 
 def test_weights_that_diverged_before_their_first_checkpoint_are_no_damage(tmp_path: Path) -> None:
     """No older checkpoint can help: there is none. Steps are long, so that the writer finds it first."""
-    made = job(tmp_path, "diverged", "single", steps=6, save_every=9, global_batch=96)
+    made = job(tmp_path, "diverged", "single", steps=6, save_every=9, global_batch=384)
     made["optimizer"] |= {"learning_rate": 1e38, "warmup_steps": 1, "clip_norm": 1e30}
     with pytest.raises(AssertionError) as raised:
         run_all([Run(made)], processes=1, folder=tmp_path / "set")
