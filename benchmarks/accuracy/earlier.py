@@ -14,6 +14,7 @@ from unittest.mock import patch
 from assets import LONGEST, ROWS
 from torch import nn
 
+from shardwise.engines.deepspeed import policy
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
@@ -21,6 +22,7 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
+from shardwise.simulate.time.roofline import table
 
 TIMER_OFF = "2026-11-22T21:24"
 """Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
@@ -61,6 +63,11 @@ ALL_RECORDED = "2026-11-27T07:40"
 UNPACKED = "2026-11-28"
 """Since then INT8 codes are multiplied by a kernel of ours; before, by torch, which took longer."""
 
+GATHERED = "2026-11-29T16:42"
+"""Since then ZeRO-3 gathers each parameter into memory of its own, and its layers cost the host less."""
+
+VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
+
 MASKED = "2026-11-26T18:20"
 """Since then models of these types get our masks; before, transformers made them from the positions."""
 
@@ -81,15 +88,16 @@ def with_timer(measured: Mapping[str, Any]) -> bool:
 def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
-    Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes` and
-    `codes`, whose time is predicted as of today.
+    Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
+    `gathers` and `codes`, whose time is predicted as of today.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
     kind = "" if model is None else model.model_type
     release = measured.get("versions", {}).get("transformers", "")
     routed = kind in EARLIER and date < ROUTED
-    engine = measured.get("strategy", {}).get("engine")
+    strategy = measured.get("strategy", {})
+    engine = strategy.get("engine")
     others = {
         "attention": routed,
         "sinks": kind == "gpt_oss" and date < SINKS,
@@ -101,6 +109,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "gelu": kind in GELU and date < GELU_FUSED,
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
+        "gathers": strategy.get("stage") == 3 and date < GATHERED,
         "passes": engine == "single" and date < (RECORDED if lora else ALL_RECORDED),
     }
     return frozenset(name for name, other in others.items() if other)
@@ -126,7 +135,7 @@ def _with_masked_experts(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
-    """Within, models are built and traced with the kernels that `earlier` names as they were."""
+    """Within, models are built, traced and simulated with what `earlier` names as it was."""
     attention = dict(EARLIER) if "attention" in earlier else {}
     with ExitStack() as stack:
         if "sinks" in earlier:
@@ -147,6 +156,9 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
             stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
         if "gelu" in earlier:
             stack.enter_context(patch.object(build, "fuse_gelu", lambda _: None))
+        if "gathers" in earlier:
+            stack.enter_context(patch.object(policy, "joins", lambda _: True))
+            stack.enter_context(patch.dict(table()["host"], zero3_visit=VISIT))
         if "logits" in earlier:
             width = patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)
             stack.enter_context(width)

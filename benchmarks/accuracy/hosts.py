@@ -48,6 +48,10 @@ def _link(name: str, measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def paced(hardware: Hardware, measured: Mapping[str, Any]) -> Hardware:
-    """`hardware` with the pace of the host that a row was measured on, if a call was timed there."""
-    call = measured.get("host_call_seconds")
-    return hardware if call is None else replace(hardware, host_pace=host_pace(call))
+    """`hardware` with the pace of the host that a row was measured on, if a call was timed there.
+
+    Both readings, before all rows and during this one, are the best of a moment. The slower one counts.
+    """
+    calls = [measured.get(f"host_call_seconds{when}") for when in ("", "_meanwhile")]
+    slower = max((call for call in calls if call is not None), default=None)
+    return hardware if slower is None else replace(hardware, host_pace=host_pace(slower))

@@ -12,8 +12,11 @@ _BUCKETS = (
 )
 _HOST = "the GPU waits for the host; an earlier measurement of the row took less than two thirds of the time"
 _PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
-_ZERO3 = "the GPU waits for the host, which the pace makes too slow here; cause not established"
-_FEW_CALLS = "the GPU waits for the host, whose call of torch took 2.8 us in one minute and 5.1 us in another"
+_TOO_SLOW = "the GPU waits for the host, which the pace makes too slow here; cause not established"
+_BUSY = (
+    "no host: kernels run for 98 % of the step, of which some may be a collective that waits for the other "
+    "rank; cause not established"
+)
 _UPDATE = (
     "the optimizer's step on the host alone is predicted to take longer than the entire step did; cause "
     "unknown: FSDP2's, on the same host, is predicted within 2 %"
@@ -26,20 +29,21 @@ MISSED: dict[str, dict[str, str]] = {
         "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _BUCKETS.format("10.8 to 11.8"),
     },
     "step": {
-        "qwen2.5-0.5b.1gpu.zero1.full.s2048.b2x4.ck1": _HOST,
+        "tinyllama-1.1b.1gpu.zero0.full.s2048.b2x2.ck1": _TOO_SLOW,
+        "qwen3-0.6b.1gpu.zero3-noreshard.full.s2048.b2x2.ck0": _TOO_SLOW,
         "pythia-1.4b.1gpu.fsdp2-noreshard.full.s2048.b2x2.ck1": _HOST,
-        "qwen3-8b.4gpu.fsdp2.full.s2048.b1x2.ck1": _PACE,
-        "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
-        "qwen3-1.7b.4gpu.autotp2-zero2.full.s2048.b2x2.ck0": _PACE,
-        "llama-2-7b.4gpu.zero2.lora16.s2048.b2x1.ck1.nf4": _PACE,
-        "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
+        "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _TOO_SLOW,
+        "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero1.lora16.s2048.b4x1.ck1.cap16": _PACE,
-        "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _FEW_CALLS,
-        "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _ZERO3,
-        "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _ZERO3,
-        "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _ZERO3,
-        "llama-3.1-8b.2gpu.zero3.lora16.s4096.b1x1.ck1": _ZERO3,
+        "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _TOO_SLOW,
+        "1b_mamba.2gpu.zero2.full.s2048.b2x2.ck0": _BUSY,
         "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
+        "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4": _TOO_SLOW,
+        "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
+        "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _TOO_SLOW,
+        "tinyllama-1.1b.2gpu.zero2.full.s2048.b4x1.ck0": _PACE,
+        "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
+        "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _PACE,
     },
 }
 """Rows beyond their bound, and why. They count in every number, the means included. A test fails if a row is

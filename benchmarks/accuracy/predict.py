@@ -45,7 +45,7 @@ RESULTS = {"rows": MEASURED, "h100": HERE / "results" / "h100.jsonl"}
 BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
 """Largest difference of a set's mean, and of one row (decision 0037)."""
 
-NOT_TRACED = frozenset({"passes", "codes"})
+NOT_TRACED = frozenset({"passes", "codes", "gathers"})
 """Of `earlier_kernels`, those that no trace depends on."""
 
 ENERGY_SECONDS = 1.0
@@ -102,14 +102,16 @@ def predict(
     """
     trace = _traced(row, earlier=earlier, in_part=in_part)
     hardware = hardware or parse_hardware(f"{row.gpus}xH200")
-    return simulate(trace, row.resolved(), hardware, memory_cap_bytes=row.memory_cap_bytes)
+    with kernels_of(earlier & NOT_TRACED):
+        return simulate(trace, row.resolved(), hardware, memory_cap_bytes=row.memory_cap_bytes)
 
 
 def predict_step(row: Row, *, earlier: frozenset[str], hardware: Hardware, in_part: bool) -> Time:
     """The time alone: memory, most of a prediction's work, is the same at each pace of the host."""
     trace, strategy = _traced(row, earlier=earlier, in_part=in_part), row.resolved()
-    played = descriptor(strategy).play(trace, strategy, hardware)
-    return predict_time(trace, strategy, hardware, played)
+    with kernels_of(earlier & NOT_TRACED):
+        played = descriptor(strategy).play(trace, strategy, hardware)
+        return predict_time(trace, strategy, hardware, played)
 
 
 def _traced(row: Row, *, earlier: frozenset[str], in_part: bool) -> StepTrace:

@@ -6,13 +6,15 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import engine_worker as w
 import torch
 import torch.distributed as dist
 from engine_scenarios import DEEPSPEED, same, snapshot
 
-from shardwise.engines.deepspeed.runtime.patches import NO_LIMIT, release_in_order
+from shardwise.engines.deepspeed.runtime import engine
+from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
 
 
@@ -56,9 +58,9 @@ def joint_norms(world: World) -> dict[str, Any]:
     return found
 
 
-def in_order(engine: Engine) -> list[str]:
+def in_order(one: Engine) -> list[str]:
     streams = Streams()
-    optimizer, root = engine._optimizer, engine._engine.module
+    optimizer, root = one._optimizer, one._engine.module
     optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream = streams
     release_in_order(optimizer, root.parameters(), streams)
     return streams.log
@@ -70,8 +72,8 @@ def releases(world: World) -> dict[str, Any]:
     plain, first, second = (w.engine_for(strategy, world) for _ in range(3))
     logs = [in_order(first), in_order(second)]
     counts = []
-    for engine in (plain, first, second):
-        w.train(engine, strategy, range(3))
+    for one in (plain, first, second):
+        w.train(one, strategy, range(3))
         counts.append([len(log) for log in logs])
     kept = [sum(p.data.numel() for p in e._engine.module.parameters()) for e in (plain, first, second)]
     coordinator = first._optimizer.parameter_offload.get_param_coordinator()
@@ -84,6 +86,27 @@ def releases(world: World) -> dict[str, Any]:
     }
     ours = [snapshot(engine) for engine in (plain, first, second)]
     return {**results, "same": [same(ours[0], other) for other in ours[1:]]}
+
+
+def gathers(place: str) -> None:
+    """Two engines of one process: as DeepSpeed gathers, and in place, for which its own way is taken away."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    world = w.join()
+    strategy = replace(w.fitted(DEEPSPEED["zero3"], world), precision="fp32")
+    with patch.object(engine, "gather_in_place"):
+        joined = w.engine_for(strategy, world, lora=True)
+    in_place = w.engine_for(strategy, world, lora=True)
+    found = []
+    for one in (joined, in_place):
+        losses = [result.loss.item() for result in w.train(one, strategy, range(3))]
+        found.append((losses, snapshot(one)))
+        partition_parameters.AllGatherCoalescedHandle = None
+    if world.rank == 0:
+        equal = found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+        (Path(place) / "gathers.json").write_text(json.dumps({"same": equal}))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main(place: str) -> None:

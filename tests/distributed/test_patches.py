@@ -26,3 +26,8 @@ def test_optimizers_use_what_replaces_their_functions(tmp_path) -> None:
     assert releases["kept"] == 1, "all three keep the same number of gathered elements"
     assert releases["unlimited"]
     assert releases["same"] == [True, True]
+
+
+def test_parameters_that_are_gathered_in_place_train_to_the_same_bits(tmp_path) -> None:
+    run_set("patches_worker:gathers", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
+    assert json.loads((tmp_path / "gathers.json").read_text()) == {"same": True}

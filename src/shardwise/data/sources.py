@@ -170,7 +170,7 @@ def _json_lines(path: Path, bad: Findings) -> Iterator[Record]:
     for where, line in _lines(path, bad):
         try:
             if line.strip():
-                yield from _record(where, json.loads(line), bad)
+                yield from _record(where, json.loads(line.rstrip("\r\n")), bad)
         except (ValueError, RecursionError) as error:  # ValueError alone: an integer of 5000 digits
             first = where.endswith(":1")
             hint = " (a .json file holds a list of objects, or one object a line)" if first else ""

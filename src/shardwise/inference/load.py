@@ -16,7 +16,7 @@ from shardwise.models.adapters import quiet_peft
 from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
-from shardwise.models.file_weights import quiet
+from shardwise.models.file_weights import located, quiet
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.record.read import JOB, is_run_folder, read_run
@@ -123,4 +123,6 @@ def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
     if missing := sorted(info["missing_keys"]):
         what = f"{len(missing)} of the model's weights are not in the files, e.g. {missing[0]}"
         raise CheckpointError(what, where=str(folder), fix="download or export it again")
+    if getattr(config, "quantization_config", None) is None:  # else transformers unpacks what it names
+        located(folder, model)
     return model.to(_device()).eval()

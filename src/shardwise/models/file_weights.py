@@ -133,9 +133,7 @@ class ConvertedWeights(WeightSource):
 
     def _load(self) -> dict[str, torch.Tensor]:
         logger.info("transformers converts the weights of %s in host memory", self._folder)
-        stored = _read_headers(safetensors_files(self._folder))
-        places = _places(stored, self._skeleton)
-        _check_numbers(stored, {key: name for key, (name, _) in places.items()}, self._skeleton, self._folder)
+        stored, places = located(self._folder, self._skeleton)
         try:
             with quiet():
                 model, info = type(self._skeleton).from_pretrained(
@@ -146,6 +144,11 @@ class ConvertedWeights(WeightSource):
                     ignore_mismatched_sizes=True,  # reported below, with all the others
                     output_loading_info=True,
                 )
+        except KeyError as error:
+            if error.args != ("metadata",):
+                raise
+            what, fix = 'transformers needs "metadata" in the index', 'add it to the file: "metadata": {}'
+            raise CheckpointError(what, where=f"{self._folder}: *.index.json", fix=fix) from None
         except RuntimeError as error:
             if "conversion" not in str(error):
                 raise
@@ -160,6 +163,19 @@ class ConvertedWeights(WeightSource):
                 if state[name].data_ptr() != state[first].data_ptr():
                     raise _untied(name, first)
         return state
+
+
+def located(
+    folder: Path, model: PreTrainedModel
+) -> tuple[Mapping[str, _Stored], Mapping[str, tuple[str, str | None]]]:
+    """What a folder's files hold, and what of a model transformers makes of each, see `_places`.
+
+    Raises CheckpointError where that is not what the model's values are made of.
+    """
+    stored = _read_headers(safetensors_files(folder))
+    places = _places(stored, model)
+    _check_numbers(stored, {key: name for key, (name, _) in places.items()}, model, folder)
+    return stored, places
 
 
 def _places(keys: Iterable[str], skeleton: PreTrainedModel) -> dict[str, tuple[str, str | None]]:

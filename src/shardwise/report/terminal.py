@@ -123,7 +123,9 @@ def _rate(run: dict[str, Any]) -> str:
         return "-"
     steady = run["steady_steps"]
     per_gpu = count(run["tokens_per_second_per_gpu"])
-    return f"{count(run['tokens_per_second'])} ({per_gpu} each; steps {steady['first']}-{steady['last']})"
+    first, last, counted = steady["first"], steady["last"], steady["count"]
+    some = f"{counted} of " if counted <= last - first else ""  # without the first few after each resume
+    return f"{count(run['tokens_per_second'])} ({per_gpu} each; {some}steps {first}-{last})"
 
 
 def _peak(run: dict[str, Any]) -> str:

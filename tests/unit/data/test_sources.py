@@ -99,6 +99,7 @@ def test_a_json_list_is_read_the_same_in_pieces_of_any_size(
         (b'{"a": 1}\n{"a": \n{"a": 2}\n', [(":2", "not JSON")]),
         (b'{"a": 1}\n[1]\n', [(":2", "a sample has to be an object, this is list")]),
         (b'{"a": 1}\n{"a": "\xff"}\n', [(":2", "not UTF-8: byte 0xff at column 8")]),
+        (b'{"a": "b\n{"a": "c"}\n', [(":1", "not JSON: Unterminated string")]),
         (b"[" * 100_000 + b"\n", [(":1", "not JSON")]),
         (b'{"a": ' + b"1" * 5000 + b"}\n", [(":1", "not JSON: Exceeds the limit")]),
     ],

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.engines.deepspeed.runtime import patches
+from shardwise.engines.deepspeed.runtime import patches, zero3
 from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
 from shardwise.errors import MachineError
 from shardwise.patch import hash_of, supported
@@ -27,6 +27,8 @@ OVERFLOW = ("deepspeed.runtime.utils", "CheckOverflow")
 COORDINATOR = ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
 ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 PARTITION = ("deepspeed.runtime.zero.partition_parameters", None)
+INIT = ("deepspeed.runtime.zero.partition_parameters", "Init")
+COORDINATION = ("deepspeed.runtime.zero.partitioned_param_coordinator", None)
 TRANSPORT = ("deepspeed.comm.torch", None)
 LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
 
@@ -65,8 +67,14 @@ def in_order() -> Any:
     offload = SimpleNamespace(
         _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
     )
-    patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+    zero3.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
     return coordinator
+
+
+def in_place() -> Any:
+    parameter = SimpleNamespace(all_gather_coalesced=None, all_gather=None)
+    zero3.gather_in_place([parameter], torch.device("cpu"))
+    return parameter.all_gather_coalesced
 
 
 def without_check() -> Any:
@@ -93,23 +101,32 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (in_order, COORDINATOR, "release_sub_module"),
     (in_order, COORDINATOR, "release_and_reset_all"),
     (in_order, PARTITION, "free_param"),
+    (in_place, INIT, "_convert_to_deepspeed_param"),
+    (in_place, INIT, "_all_gather"),
+    (zero3.work_less_on_the_host, PARTITION, "zero3_linear_wrap"),
+    (zero3.work_less_on_the_host, COORDINATION, "get_all_parameters"),
     *((partial(published, 2, ZERO12), ZERO12, name) for name in PUBLISHING[2]),
     *((partial(published, 3, ZERO3), ZERO3, name) for name in PUBLISHING[3]),
     (without_check, ENGINE, "_configure_tensor_parallel_states"),
     (patches.skip_shared_memory_transport, TRANSPORT, "build_shm_op"),
 ]
+GLOBAL = [(place, name) for _, place, name in CASES if place in (PARTITION, COORDINATION, TRANSPORT)]
 NAMES = [f"{place[1] or place[0]}.{name}" for _, place, name in CASES]
+
+
+def keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name in GLOBAL:
+        monkeypatch.setattr(owner(place), name, getattr(owner(place), name))
 
 
 @pytest.fixture(autouse=True)
 def again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is changed for the entire process is restored, and made again by the next test."""
-    for place, name in ((PARTITION, "free_param"), (TRANSPORT, "build_shm_op")):
-        monkeypatch.setattr(owner(place), name, getattr(owner(place), name))
-    patches._free_by_engine.cache_clear()
+    keep(monkeypatch)
+    zero3._free_by_engine.cache_clear()
     supported.cache_clear()
     yield
-    patches._free_by_engine.cache_clear()
+    zero3._free_by_engine.cache_clear()
     supported.cache_clear()
 
 
@@ -118,8 +135,9 @@ def test_a_renamed_function_is_an_error(
     apply: Callable[[], Any], place: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply()
-    patches._free_by_engine.cache_clear()
+    zero3._free_by_engine.cache_clear()
     monkeypatch.undo()
+    keep(monkeypatch)
     monkeypatch.delattr(owner(place), name)
     with pytest.raises(MachineError, match=f"{name}, which does not exist"):
         apply()
@@ -153,22 +171,24 @@ def test_a_renamed_limit_or_stream_is_an_error() -> None:
         _DeepSpeedZeRoOffload__allgather_stream=Streams(), get_param_coordinator=lambda: coordinator
     )
     with pytest.raises(MachineError, match="max_ongoing_fetch_events, which does not exist"):
-        patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+        zero3.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
     del offload._DeepSpeedZeRoOffload__allgather_stream
     with pytest.raises(MachineError, match="allgather_stream, which does not exist"):
-        patches.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
+        zero3.release_in_order(SimpleNamespace(parameter_offload=offload), [], Streams())
 
 
 def test_another_version_is_not_changed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.20.0")
-    free, transport = owner(PARTITION).free_param, owner(TRANSPORT).build_shm_op
+    before = [getattr(owner(place), name) for place, name in GLOBAL]
     assert joint(2, ZERO12).__dict__.keys() == {"dp_process_group", "device"}
     assert joint(3, ZERO3).__dict__.keys() == {"dp_process_group", "device"}
     assert in_order().__dict__ == {LIMIT: 2}
     patches.skip_shared_memory_transport()
-    assert (owner(PARTITION).free_param, owner(TRANSPORT).build_shm_op) == (free, transport)
+    zero3.work_less_on_the_host()
+    assert in_place() is None
+    assert [getattr(owner(place), name) for place, name in GLOBAL] == before
     [warning] = caplog.messages
     assert "deepspeed 0.20.0 is installed, and shardwise knows >=0.19.8,<0.20" in warning
     assert "ZeRO-3 reserves more GPU memory" in warning
@@ -288,7 +308,7 @@ class Streams:
 
 def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
     streams = Streams()
-    released = patches._Released(streams, streams)
+    released = zero3._Released(streams, streams)
     released.advance()
     memory = torch.ones(3)
     alive = weakref.ref(memory)
@@ -306,7 +326,7 @@ def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
 
 def test_memory_that_no_module_released_and_all_at_the_end_wait_for_the_computation() -> None:
     streams = Streams()
-    released = patches._Released(streams, streams)
+    released = zero3._Released(streams, streams)
     memory = torch.ones(3)
     alive = weakref.ref(memory)
     released.add(memory)
@@ -333,7 +353,7 @@ def test_each_engine_frees_its_own_parameters_and_leaves_others_to_deepspeed(
     logs = []
     for p in (first, second):
         streams = Streams()
-        p._shardwise_released = patches._Released(streams, streams)
+        p._shardwise_released = zero3._Released(streams, streams)
         logs.append(streams.log)
     free(second)
     assert logs == [[], ["wait for computation"]]

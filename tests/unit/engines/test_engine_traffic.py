@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from shardwise.engines import descriptor
+from shardwise.engines.deepspeed import policy
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.step_trace import (
     BACKWARD,
@@ -162,7 +163,10 @@ def test_stage_3_adds_later_micro_batches_in_fp32() -> None:
     assert later - first == (4 + 4 + 4) / 4
 
 
-def test_a_gather_concatenates_the_parts_and_copies_each_parameter_out() -> None:
+def test_a_gather_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSpeed gathers, it concatenates the shares and copies each parameter out."""
+    assert _pass(_zero(3), COMMUNICATE)[:2] == [HALF * 2] * 2
+    monkeypatch.setattr(policy, "joins", lambda _: True)
     assert _pass(_zero(3), COMMUNICATE)[:2] == [HALF * (4 / 4 + 4 + 2)] * 2
 
 

@@ -138,16 +138,15 @@ def test_the_first_pass_gathers_a_unit_when_it_runs_and_keeps_its_memory_for_the
     assert Run().forward() == [2 * BLOCK, *blocks, 2 * BLOCK + 2 * NORM, 2 * BLOCK]
 
 
-def test_later_passes_gather_ahead_and_copy_out_of_the_buffer() -> None:
+def test_later_passes_gather_ahead_each_parameter_into_its_own_memory() -> None:
     run = Run()
     run.forward()
     run.backward()
     run.step()
     run.built = run.allocated
-    # All fits into what is gathered ahead: one buffer, and every parameter out of it once one is needed. The
-    # last one needed gives the buffer back; nothing is released that the backward pass needs again soon.
+    # All fits into what is gathered ahead, and the backward pass needs it again soon.
     whole = 2 * TOTAL - 2 * NORM
-    assert run.forward() == [2 * whole] * (BLOCKS + 2) + [whole]
+    assert run.forward() == [whole] * (BLOCKS + 3)
     during = run.backward()
     assert during[0] == whole
     assert during[-1] == 4 * BLOCK  # the embedding's, and what the first block has let go
@@ -338,8 +337,31 @@ def test_a_norm_on_its_way_to_the_host_is_taken_piece_by_piece(monkeypatch, last
     assert run.memory.allocator.peak_allocated_bytes - run.allocated == peak * BLOCK
 
 
-def test_the_buffer_of_two_gathered_parameters_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_nvme_parameters_come_in_a_buffer_that_the_last_one_awaited_frees() -> None:
+    """The first pass gathers one by one; the second one all, and copies all out of the buffer."""
+    run = Run(offload_optimizer="nvme", offload_parameters="nvme")
+    run.forward()
+    run.backward()
+    run.step()
+    run.built = run.allocated
+    whole = 2 * TOTAL - 2 * NORM
+    assert run.forward() == [2 * whole] * (BLOCKS + 2) + [whole]
+
+
+def test_shares_from_the_host_are_freed_when_their_parameters_have_come(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "PREFETCH", 0)
+    run = Run(offload_optimizer="cpu", offload_parameters="cpu")
+    run.engine.begin(run.memory, 0, last=True)
+    run.memory.allocator.peak_allocated_bytes = run.memory.allocator.allocated_bytes
+    run.engine.forward(run.memory, EMBEDDING)
+    assert run.allocated - run.built == 2 * BLOCK
+    assert run.memory.allocator.peak_allocated_bytes - run.built == 2 * BLOCK + 2 * BLOCK // 2
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_two_parameters_were_gathered_in_is_freed(monkeypatch: pytest.MonkeyPatch, joins: bool) -> None:
     monkeypatch.setattr(policy, "PREFETCH", 2 * BLOCK)
+    monkeypatch.setattr(policy, "joins", lambda _: joins)
     run = Run()
     for _ in range(3):
         run.forward()

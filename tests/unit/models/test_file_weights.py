@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.errors import CheckpointError, JobError
+from shardwise.inference.load import _from_folder
 from shardwise.job.schema import Lora, Model
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.fingerprint import fingerprint
@@ -146,3 +147,27 @@ def test_an_expert_that_lacks_one_of_its_tensors_is_named(saved: Saved) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     assert "experts.gate_up_proj is made of 4 tensors" in refused(model)
     assert "the files hold 3" in refused(model)
+
+
+def test_an_index_without_metadata_is_read_or_named(saved: Saved) -> None:
+    """transformers, which converts a mixture's weights, does not read it."""
+    for name in ("llama", "mixtral"):
+        model = saved(name)
+        folder = Path(model.source)
+        expected = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").rename(folder / "shard.safetensors")
+        index = {"weight_map": dict.fromkeys(expected, "shard.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        if name == "llama":
+            assert torch.equal(filled(model).model.lm_head.weight, expected["lm_head.weight"])
+        else:
+            assert 'add it to the file: "metadata": {}' in refused(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_no_answer_comes_from_values_that_are_no_weights(saved: Saved, name: str) -> None:
+    model = saved(name)
+    _from_folder(Path(model.source))
+    changed(model, {"model.norm.weight": lambda tensor: tensor.to(torch.int8)})
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has the dtype I8"):
+        _from_folder(Path(model.source))

@@ -67,12 +67,12 @@ def faster(option, factor: float, **parts):
 @pytest.mark.parametrize(
     ("parts", "lead", "wins"),
     [
-        # measured where they wait for the host: zero3 offload 13.6 %, zero2 16.2 %
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.15, False),
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.17, True),
+        # measured where they wait for the host: zero3 offload 14.3 %, zero2 19.6 %
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.19, False),
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.21, True),
         ({"stage": 2, "offload_optimizer": "cpu"}, 1.11, False),  # its own rows: 2.6 %
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.15, False),  # no row
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.17, True),
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.19, False),  # no row
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.21, True),
     ],
 )
 def test_the_error_is_that_of_the_rows_most_like_it(toy, parts: dict, lead: float, wins: bool) -> None:
@@ -82,7 +82,7 @@ def test_the_error_is_that_of_the_rows_most_like_it(toy, parts: dict, lead: floa
     assert rank([sure, offloading], "throughput", plan.hardware)[0] == (offloading if wins else sure)
 
 
-@pytest.mark.parametrize(("lead", "wins"), [(1.002, False), (1.1, False), (1.21, True)])
+@pytest.mark.parametrize(("lead", "wins"), [(1.002, False), (1.1, False), (1.23, True)])
 def test_on_one_gpu_the_plain_process_wins_within_the_error(toy, lead: float, wins: bool) -> None:
     toy.host_memory_bytes = 256 << 30
     plan = toy.plan("1xH200", "fsdp2")

@@ -27,6 +27,11 @@ def live_limit(strategy: Strategy) -> int:
     return RELEASE_AT if strategy.reshard else NEVER_RELEASE
 
 
+def joins(strategy: Strategy) -> bool:
+    """Whether parameters are gathered in one buffer and copied out, as DeepSpeed does (runtime/zero3.py)."""
+    return strategy.quantized_weights or strategy.offload_parameters == "nvme"
+
+
 def look_ahead(
     queue: deque[tuple[T, int]],
     *,

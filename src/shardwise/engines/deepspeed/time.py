@@ -288,7 +288,7 @@ class Zero3(_Buckets):
             self._gather(other)
 
     def _gather(self, unit: int) -> None:
-        """Concatenate this rank's shares, all-gather, and copy each parameter out."""
+        """All-gather a unit; where that is joined, shares are concatenated and parameters copied out."""
         streams, elements = self.streams, self.sizes[unit]
         self.arriving[unit] = NEVER
         if self.on_host:
@@ -299,17 +299,17 @@ class Zero3(_Buckets):
         if self.ranks == 1 or not elements:
             return
         streams.communication_waits(self.arriving[unit])
-        # _all_gather_dtype; partition_parameters.py: AllGatherCoalescedHandle.wait
         near = unit in self.copied
         group, ranks = (self.near, self.strategy.shard_group) if near else (self.group, self.ranks)
-        moved = copied(self.item) * elements * (1 + 1 / ranks)
         item = INT8 if self.strategy.quantized_weights else self.item
-        if item == INT8:  # shares to fp16 and int8, and all of them back (CUDAQuantizer)
-            moved += (converted(self.item, FP16) + converted(FP16, INT8)) * elements / ranks
-            moved += (converted(INT8, FP16) + converted(FP16, self.item)) * elements
-        seconds = streams.moving(moved, "foreach_copy")
-        seconds += communication.all_gather(item * elements, group)
-        moved += item * elements
+        seconds, moved = communication.all_gather(item * elements, group), item * elements
+        if policy.joins(self.strategy):  # _all_gather_dtype, AllGatherCoalescedHandle.wait
+            copies = copied(self.item) * elements * (1 + 1 / ranks)
+            if item == INT8:  # shares to fp16 and int8, and all of them back (CUDAQuantizer)
+                copies += (converted(self.item, FP16) + converted(FP16, INT8)) * elements / ranks
+                copies += (converted(INT8, FP16) + converted(FP16, self.item)) * elements
+            seconds += streams.moving(copies, "foreach_copy")
+            moved += copies
         self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
 
     def _scatter(self, elements: float) -> float:

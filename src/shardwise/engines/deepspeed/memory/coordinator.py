@@ -11,7 +11,7 @@ parameter is gathered from that. With qwZ what is gathered is int8, scales not c
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardwise.engines.deepspeed import policy
 from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
@@ -31,11 +31,14 @@ NEVER = -(10**10)  # The step of a parameter that was not fetched yet
 
 @dataclass
 class _Gathering:
-    """One all-gather; its buffer is freed when a module has waited for each of its parameters."""
+    """One all-gather: each parameter into memory of its own (runtime/zero3.py), or all into one buffer."""
 
-    buffer: Block | None
     parameters: list[int]
     awaited: int  # How many of them no module has waited for yet
+    arriving: dict[int, Block] = field(default_factory=dict)
+    shares: list[Block] = field(default_factory=list)  # From the host
+    buffer: Block | None = None
+    """Freed when a module has waited for each of the parameters."""
     done: bool = False
     """Whether the parameters have been copied out of the buffer, all at once (AllGatherCoalescedHandle)."""
 
@@ -59,6 +62,7 @@ class Coordinator:
         self._quantized = strategy.quantized_weights
         self._copies: dict[int, Block] = {}  # This rank's parts of its group's copy (ds_secondary_tensor)
         self._offload = strategy.offload_parameters != "none"
+        self._joins = policy.joins(strategy)
         self._limit = policy.live_limit(strategy)
         self._numel = [parameter.numel for parameter in trace.parameters]
         self._item = [parameter.item_bytes for parameter in trace.parameters]
@@ -75,7 +79,7 @@ class Coordinator:
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
         self._latest: list[Block | None] = []
         self._earlier: list[Block | None] = []
-        """Released since the latest module began, and before that (engines/deepspeed/runtime/patches.py)."""
+        """Released since the latest module began, and before that (engines/deepspeed/runtime/zero3.py)."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
@@ -112,7 +116,7 @@ class Coordinator:
         # DeepSpeed iterates over a set, in any order. Here buffers are freed last.
         coming = [self._coming.pop(parameter) for parameter in wanted if parameter in self._coming]
         for gathering in coming:
-            self._copy_out(memory, gathering)
+            self._arrive(memory, gathering)
         for gathering in coming:
             gathering.awaited -= 1
             if not gathering.awaited and (len(gathering.parameters) > 1 or self._quantized):
@@ -147,31 +151,46 @@ class Coordinator:
         self._gather(memory, missing)
 
     def _gather(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
-        """Gathers what is missing (__all_gather_params, _all_gather_dtype)."""
+        """Gathers what is missing (__all_gather_params)."""
         missing = [p for p in parameters if p not in self._gathered and p not in self._coming]
         missing.sort(key=self._ids.__getitem__)
         if not missing:
             return
         self._live += sum(self._numel[p] for p in missing)
-        buffer = None
-        if self._world > 1:
-            items = {p: INT8 if self._quantized else self._item[p] for p in missing}
-            buffer = memory.take(WEIGHTS, self._world * sum(items[p] * self.part(p) for p in missing), GATHER)
-            if self._quantized:  # shares together, in fp16, in int8
-                own = sum(self.part(p) for p in missing)
-                source = sum(self._item[p] * self.part(p) for p in missing)
-                memory.scratch(WEIGHTS, source, FP16 * own, INT8 * own, stream=GATHER)
-            if self._offload:  # partitions from the host, those of persistent parameters excepted
-                sizes = [self._item[p] * self.part(p) for p in missing if p not in self.persistent]
-                memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
-        gathering = _Gathering(buffer, missing, len(missing))
+        gathering = _Gathering(missing, len(missing))
         for parameter in missing:
             self._coming[parameter] = gathering
+        if self._world > 1:
+            (self._join if self._joins else self._gather_each)(memory, gathering)
 
-    def _copy_out(self, memory: GpuMemory, gathering: _Gathering) -> None:
+    def _gather_each(self, memory: GpuMemory, gathering: _Gathering) -> None:
+        for parameter in gathering.parameters:
+            size = self._item[parameter] * self.part(parameter)
+            if self._offload and parameter not in self.persistent:
+                gathering.shares.append(memory.take(WEIGHTS, size, GATHER))
+            gathering.arriving[parameter] = memory.take(WEIGHTS, self._world * size, GATHER)
+
+    def _join(self, memory: GpuMemory, gathering: _Gathering) -> None:
+        """Into one buffer (_all_gather_dtype, CUDAQuantizer)."""
+        items = {p: INT8 if self._quantized else self._item[p] for p in gathering.parameters}
+        size = self._world * sum(item * self.part(p) for p, item in items.items())
+        gathering.buffer = memory.take(WEIGHTS, size, GATHER)
+        if self._quantized:  # shares together, in fp16, in int8
+            own = sum(map(self.part, items))
+            source = sum(self._item[p] * self.part(p) for p in items)
+            memory.scratch(WEIGHTS, source, FP16 * own, INT8 * own, stream=GATHER)
+        if self._offload:  # partitions from the host, those of persistent parameters excepted
+            sizes = [self._item[p] * self.part(p) for p in items if p not in self.persistent]
+            memory.give(*[memory.take(WEIGHTS, size, GATHER) for size in sizes])
+
+    def _arrive(self, memory: GpuMemory, gathering: _Gathering) -> None:
         if gathering.done:
             return
         gathering.done = True
+        if gathering.arriving:
+            self._gathered |= gathering.arriving
+            memory.give(*gathering.shares)
+            return
         unpacked: Block | None = None
         if self._quantized and self._world > 1:
             own = sum(self.part(p) for p in gathering.parameters)

@@ -31,13 +31,17 @@ from shardwise.engines.deepspeed.runtime.patches import (
     DEEPSPEED,
     drop_first_batch_check,
     join_norm,
-    release_in_order,
     skip_shared_memory_transport,
     use_joint_norms,
     without_reducing,
 )
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
+from shardwise.engines.deepspeed.runtime.zero3 import (
+    gather_in_place,
+    release_in_order,
+    work_less_on_the_host,
+)
 from shardwise.engines.runtime.adamw import AdamW
 from shardwise.engines.runtime.base import evaluated
 from shardwise.engines.runtime.parameters import (
@@ -84,7 +88,6 @@ class DeepSpeedEngine:
         _prepare_deepspeed(world)
         wait_for_locks(needed_operators(strategy))
         import deepspeed
-        from deepspeed.utils import groups
 
         move_buffers(module, world.device)
         self._fp32 = Fp32Parameters(module, precision=strategy.precision)
@@ -92,10 +95,7 @@ class DeepSpeedEngine:
             fill(part, world.device)
             self._fp32.take(part)
             if strategy.stage == 3:
-                # hpZ's groups are made by the first call; a second set of them is an error.
-                found = groups._get_zero_param_intra_parallel_group() if strategy.shard_group else None
-                config = copy.deepcopy(self._config)
-                deepspeed.zero.Init(module=part, config_dict_or_path=config, zero_param_parallel_group=found)
+                self._shard(part)
         if strategy.stage == 3:
             # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
             for block in blocks:
@@ -114,8 +114,8 @@ class DeepSpeedEngine:
         self._rows_are_checked = not parallel
         if strategy.stage > 0 and strategy.offload_optimizer == "none" and not parallel:
             use_joint_norms(self._optimizer, strategy.stage)
-        if strategy.stage == 3 and world.device.type == "cuda":
-            release_in_order(self._optimizer, module.parameters())
+        if strategy.stage == 3:
+            self._replace_gathers(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
             self._fp32_adamw = AdamW(
@@ -135,6 +135,21 @@ class DeepSpeedEngine:
         self._guard = Guard(self._optimizer, fp16=strategy.precision == "fp16")
         self._frozen = any(not p.requires_grad for p in module.parameters())
         self._engine.train()
+
+    def _shard(self, part: nn.Module) -> None:
+        import deepspeed
+        from deepspeed.utils import groups
+
+        work_less_on_the_host()
+        # hpZ's groups are made by the first call; a second set of them is an error.
+        found = groups._get_zero_param_intra_parallel_group() if self._strategy.shard_group else None
+        config = copy.deepcopy(self._config)
+        deepspeed.zero.Init(module=part, config_dict_or_path=config, zero_param_parallel_group=found)
+
+    def _replace_gathers(self, parameters: Sequence[nn.Parameter]) -> None:
+        gather_in_place(parameters, self.world.device)
+        if self.world.device.type == "cuda":
+            release_in_order(self._optimizer, parameters)
 
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""

@@ -1,0 +1,246 @@
+"""What is replaced in ZeRO-3: a GPU waits less for DeepSpeed's Python, and keeps less memory (decision 0101).
+
+`patches.READ` has the functions that were read. At another version of DeepSpeed nothing is replaced.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
+from shardwise.patch import check, patch, supported
+
+NO_LIMIT = 10**9
+_STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
+_LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"  # Of gathers; read by fetch_sub_module
+
+_RELEASED = "_shardwise_released"  # Attribute of a parameter: the `_Released` of its engine
+_FOUND = "_shardwise_parameters"  # Attribute of a module: its parameters; those of modules in it, too
+
+
+def work_less_on_the_host() -> None:
+    """Replace, for the process, what costs DeepSpeed's Python most. Before `deepspeed.zero.Init`."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+
+    replace(partition_parameters, "zero3_linear_wrap", _linear)
+    replace(partitioned_param_coordinator, "get_all_parameters", _parameters)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`nn.functional.linear` under ZeRO-3: it keeps the parameter for the backward pass, not its memory.
+
+    In DeepSpeed's own, torch reads the signature of `forward` in each call, and each backward pass enters
+    autocast: some 80 us of the host's time a layer.
+    """
+    found: torch.Tensor = _Linear.apply(x, weight, bias)
+    return found
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        output: torch.Tensor = torch._C._nn.linear(x, weight, bias)  # `nn.functional.linear` is ours now
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        weight: Any
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        gone = of_x and not weight.numel()  # the backward pass of no module gathers it
+        if gone:
+            weight.all_gather()
+        results = (
+            gradient.matmul(weight) if of_x else None,
+            rows.t().matmul(x.reshape(-1, x.shape[-1])) if of_weight else None,
+            rows.sum(0) if of_bias else None,
+        )
+        if gone:
+            weight.partition()
+        return results
+
+
+def _parameters(module: Any, recurse: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """A module's parameters by name, looked for once: DeepSpeed asks several times in each pass."""
+    found = module.__dict__.setdefault(_FOUND, {})
+    if recurse not in found:
+        found[recurse] = list(module.named_parameters(recurse=recurse))
+    return itertools.chain(found[recurse], module.ds_external_parameters())
+
+
+def gather_in_place(parameters: Sequence[Any], device: torch.device) -> None:
+    """Make ZeRO-3 gather each parameter into memory of its own, many of them by one call.
+
+    DeepSpeed 0.19.8 joins the shares of several parameters, gathers that, and copies each parameter out.
+    After a step it gathers what stays gathered, one by one. NVMe and int8 (qwZ) remain as they are.
+    """
+    if not supported(DEEPSPEED):
+        return
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    rely_on(Init, "_convert_to_deepspeed_param")  # it makes the functions
+    rely_on(Init, "_all_gather")
+    for parameter in parameters:
+        ahead, now = parameter.all_gather_coalesced, parameter.all_gather
+        parameter.all_gather_coalesced = functools.partial(_ahead, ahead, device)
+        parameter.all_gather = functools.partial(_now, now, device)
+
+
+def _ahead(
+    original: Any, device: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False
+) -> Any:
+    params = sorted(params, key=lambda one: one.ds_id)  # the same order on all ranks
+    if quantize or not _in_place(params):
+        return original(params, safe_mode=safe_mode, quantize=quantize)
+    return _Gathering(params, device, copies=params[0].ds_secondary_tensor is not None)
+
+
+def _now(
+    original: Any, device: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0
+) -> Any:
+    if async_op or not param_list or not _in_place(param_list):
+        return original(param_list, async_op, hierarchy)
+    if missing := [one for one in param_list if one.ds_status.name == "NOT_AVAILABLE"]:
+        _Gathering(missing, device, copies=False).wait()  # hpZ's copies are outdated after a step
+    return None
+
+
+def _in_place(params: Sequence[Any]) -> bool:
+    one = params[0]
+    sent_whole = one.nvme_swapper is None and not hasattr(one.ds_tensor, "ds_quant_scale")
+    return sent_whole and one.ds_zero_partition_world_size > 1
+
+
+class _Gathering:
+    """Parameters on their way: what DeepSpeed calls the handle of an all-gather."""
+
+    def __init__(self, params: Sequence[Any], device: torch.device, *, copies: bool) -> None:
+        """`copies`: from the ranks of hpZ's group, each of which holds a part of a copy."""
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        self._params, self._arrived = params, ZeroParamStatus.AVAILABLE
+        group = params[0].ds_zero_param_process_group if copies else params[0].ds_process_group
+        shares, gathered = [], []
+        for one in params:
+            own = one.ds_secondary_tensor if copies else one.ds_tensor
+            # an offloaded share is in page-locked memory
+            shares.append(own.to(device, non_blocking=True).flatten())
+            gathered.append(shares[-1].new_empty(shares[-1].numel() * group.size()))
+            one.data = gathered[-1][: one.ds_numel].view(one.ds_shape)
+            one.ds_status = ZeroParamStatus.INFLIGHT
+        options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        options.asyncOp = True
+        self._work: Any = group.allgather_into_tensor_coalesced(gathered, shares, options)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        for one in self._params:
+            one.ds_status = self._arrived
+
+
+def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = torch.cuda) -> None:
+    """Make a ZeRO-3 optimizer wait on the GPU, not on the host, for the memory of released parameters.
+
+    DeepSpeed 0.19.8 marks released memory as used by the computation (`record_stream`), and the allocator
+    keeps it until the GPU has come that far: the host is blocks ahead by then and gathers into new memory.
+    Here the gathering stream waits for the computation instead (decision 0017).
+
+    Only `parameters` are affected, so that several engines can live in one process. `streams` provides
+    `current_stream` and `Event`.
+    """
+    if not supported(DEEPSPEED):
+        return
+    offload = optimizer.parameter_offload
+    check(offload, _STREAM, library=DEEPSPEED, source_hash=None)
+    released = _Released(getattr(offload, _STREAM), streams)
+    coordinator = offload.get_param_coordinator()
+    fetch = rely_on(coordinator, "fetch_sub_module")
+    release = rely_on(coordinator, "release_sub_module")
+    release_all = rely_on(coordinator, "release_and_reset_all")
+
+    def fetch_sub_module(*args: Any, **kwargs: Any) -> None:
+        released.advance()
+        fetch(*args, **kwargs)
+
+    def release_sub_module(*args: Any, **kwargs: Any) -> None:
+        released.holds = True
+        try:
+            release(*args, **kwargs)
+        finally:
+            released.holds = False
+
+    def release_and_reset_all(*args: Any, **kwargs: Any) -> None:
+        release_all(*args, **kwargs)
+        released.clear()
+
+    _free_by_engine()
+    for parameter in parameters:
+        setattr(parameter, _RELEASED, released)
+    replace(coordinator, "fetch_sub_module", fetch_sub_module)
+    replace(coordinator, "release_sub_module", release_sub_module)
+    replace(coordinator, "release_and_reset_all", release_and_reset_all)
+    patch(coordinator, _LIMIT, NO_LIMIT, library=DEEPSPEED, source_hash=None)
+
+
+@functools.cache
+def _free_by_engine() -> None:
+    """Replace `free_param` once per process; parameters that no engine has marked are freed as before."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    original = rely_on(partition_parameters, "free_param")
+
+    def free_param(param: Any) -> None:
+        released = getattr(param, _RELEASED, None)
+        if released is None:
+            original(param)
+            return
+        if param.ds_active_sub_modules:
+            raise RuntimeError(f"DeepSpeed would free a parameter that is still in use: {param.ds_summary()}")
+        released.add(param.data)
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+        param.ds_status = partition_parameters.ZeroParamStatus.NOT_AVAILABLE
+
+    replace(partition_parameters, "free_param", free_param)
+
+
+class _Released:
+    """Memory of released parameters, kept until the stream `gathering` may use it again.
+
+    That is when the next module but one begins. By then the GPU has usually finished what is waited for, and
+    still has the module in between to compute.
+    """
+
+    def __init__(self, gathering: Any, streams: Any) -> None:
+        self.holds = False
+        """Whether a module releases the parameters. If not, they were gathered for a moment only."""
+        self._gathering = gathering
+        self._current_stream = streams.current_stream
+        self._latest: list[torch.Tensor] = []
+        self._earlier: list[torch.Tensor] = []
+        self._began = streams.Event()
+
+    def add(self, memory: torch.Tensor) -> None:
+        if self.holds:
+            self._latest.append(memory)
+        else:
+            self._gathering.wait_stream(self._current_stream())
+
+    def advance(self) -> None:
+        """Reuse what was released before the latest module began: the next one begins now."""
+        self._gathering.wait_event(self._began)
+        self._earlier, self._latest = self._latest, []
+        self._began.record()
+
+    def clear(self) -> None:
+        self._gathering.wait_stream(self._current_stream())
+        self._earlier, self._latest = [], []

@@ -1,0 +1,55 @@
+"""What ZeRO-3's layers call on the host, compared with torch's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.engines.deepspeed.runtime import zero3
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 3), (2, 5, 3)])
+@pytest.mark.parametrize("trained", ["x", "weight", "bias", "x weight", "x weight bias"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_linear_layer_under_zero_3_is_torchs(shape: tuple[int, ...], trained: str, bias: bool) -> None:
+    if trained == "bias" and not bias:
+        return
+    torch.manual_seed(0)
+    made = {"x": torch.randn(shape), "weight": torch.randn(7, 3), "bias": torch.randn(7) if bias else None}
+    results = []
+    for linear in (torch.nn.functional.linear, zero3._linear):
+        given = {name: None if one is None else one.double() for name, one in made.items()}
+        of = [given[name].requires_grad_() for name in trained.split() if given[name] is not None]
+        output = linear(*given.values())
+        results.append([output, *torch.autograd.grad(output.sin().sum(), of)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_linear_layers_weight_that_is_gone_is_gathered_for_its_backward_pass() -> None:
+    weight, full = torch.nn.Parameter(torch.randn(7, 3)), torch.randn(7, 3)
+    calls: list[str] = []
+
+    def all_gather() -> None:
+        weight.data = full
+        calls.append("gather")
+
+    weight.all_gather, weight.partition = all_gather, lambda: calls.append("release")  # type: ignore[attr-defined]
+    x = torch.randn(2, 3, requires_grad=True)
+    output = zero3._linear(x, weight)
+    weight.data = torch.empty(0)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, full.sum(0).expand(2, 3))
+    assert calls == ["gather", "release"]
+
+
+def test_parameters_that_are_registered_later_are_found() -> None:
+    """Those of a module are looked for once; those that it takes from others come during the first pass."""
+    layer, further = torch.nn.Linear(1, 1), torch.nn.Parameter(torch.zeros(1))
+    outside: list[tuple[str, Any]] = []
+    layer.ds_external_parameters = lambda: iter(outside)  # type: ignore[assignment]
+    assert [name for name, _ in zero3._parameters(layer)] == ["weight", "bias"]
+    outside.append(("further", further))
+    assert [name for name, _ in zero3._parameters(layer)] == ["weight", "bias", "further"]
