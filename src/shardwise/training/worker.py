@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 import traceback
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from shardwise.errors import MachineError, ShardwiseError, known, render
 from shardwise.launch import heartbeat
+from shardwise.launch.nodes import INTERFACES
 from shardwise.launch.spec import LaunchSpec, write_report
 
 ERROR_DIR = "SHARDWISE_ERROR_DIR"  # Where the launcher reads what a rank leaves
@@ -52,9 +54,11 @@ def _translate(error: Exception) -> ShardwiseError:
     where = f"rank {os.environ.get('RANK', '0')}"
     if isinstance(error, torch.distributed.DistError) or "/gloo/" in str(error):
         what = f"communication between the processes failed: {str(error).splitlines()[0]}"
-        return DisconnectedError(
-            what, where=where, fix="run again with NCCL_DEBUG=INFO to see which link failed"
-        )
+        fix = "run again with NCCL_DEBUG=INFO to see which link failed"
+        named, found = os.environ.get(INTERFACES[0], ""), [name for _, name in socket.if_nameindex()]
+        if named and named.split(",")[0] not in found:
+            fix = f"unset {INTERFACES[0]}: there is no {named} here, but {', '.join(found)}"
+        return DisconnectedError(what, where=where, fix=fix)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
         from shardwise.training.loop import overflows
 

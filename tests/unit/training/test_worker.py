@@ -27,3 +27,13 @@ def test_the_first_rank_of_a_run_says_at_once_that_it_starts(
     (tmp_path / "spec.json").write_text(json.dumps(spec.to_json()))
     assert worker.main([str(tmp_path / "spec.json")]) == 0
     assert capsys.readouterr().err.count("starting: loading the model, preparing the data\n") == said
+
+
+def test_an_interface_that_this_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = RuntimeError("third_party/gloo/gloo/transport/tcp/device.cc:84: Unable to find address")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert "NCCL_DEBUG" in worker._translate(failure).problems[0].fix
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ens999")
+    fix = worker._translate(failure).problems[0].fix
+    assert fix.startswith("unset GLOO_SOCKET_IFNAME: there is no ens999 here, but ")
+    assert "lo" in fix

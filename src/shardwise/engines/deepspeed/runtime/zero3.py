@@ -114,8 +114,8 @@ def _now(
 
 def _in_place(params: Sequence[Any]) -> bool:
     one = params[0]
-    sent_whole = one.nvme_swapper is None and not hasattr(one.ds_tensor, "ds_quant_scale")
-    return sent_whole and one.ds_zero_partition_world_size > 1
+    as_is = one.nvme_swapper is None and not hasattr(one.ds_tensor, "ds_quant_scale")
+    return as_is and one.ds_zero_partition_world_size > 1
 
 
 class _Gathering:
