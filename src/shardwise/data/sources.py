@@ -10,6 +10,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -162,8 +163,17 @@ def _lines(path: Path, bad: Findings) -> Iterator[tuple[str, str]]:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 line, place = "", f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
-                bad.add(f"{path}:{number}", f"not UTF-8: {place}")
+                bad.add(f"{path}:{number}", f"not UTF-8: {place}{_other(raw)}")
             yield f"{path}:{number}", line
+
+
+def _other(raw: bytes) -> str:
+    """How to convert a line that is text in another encoding."""
+    name = "UTF-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "GB18030"
+    with suppress(UnicodeDecodeError):
+        if name == "UTF-16" or raw.decode(name):
+            return f"; if it is {name}: iconv -f {name} -t UTF-8"
+    return ""
 
 
 def _json_lines(path: Path, bad: Findings) -> Iterator[Record]:
@@ -188,12 +198,14 @@ def _json_list(path: Path, bad: Findings) -> Iterator[Record]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         window = _Window(path, file)
         window.expect("[")
-        closed = window.peek() == "]"
+        if closed := window.peek() == "]":
+            window.expect("]")
         while not closed:
             window.peek()  # moves to the element's first character
             where = window.where()
             yield from _record(where, window.value(), bad)
             closed = window.expect(",]") == "]"
+        window.expect_end()
 
 
 class _Window:
@@ -228,6 +240,10 @@ class _Window:
             raise self._broken(f"expected {' or '.join(choices)}, found {found or 'the end of the file'}")
         self._at += 1
         return found
+
+    def expect_end(self) -> None:
+        if found := self.peek():
+            raise self._broken(f"the list has ended, and {found!r} follows")
 
     def value(self) -> Any:
         while True:
@@ -291,7 +307,7 @@ def _document(path: Path, bad: Findings) -> Iterator[Text]:
     counts as one bad sample.
     """
     lines: list[str] = []
-    size, start, begins = 0, f"{path}:1", True
+    size, start, begins, unread = 0, f"{path}:1", True, bad.count
     for where, line in _lines(path, bad):
         if "\0" in line:
             bad.add(where, f"a NUL byte at column {line.index(chr(0)) + 1}")
@@ -303,6 +319,7 @@ def _document(path: Path, bad: Findings) -> Iterator[Text]:
         size += len(line)
     text = "".join(lines)
     if begins and not text.strip():
-        bad.add(str(path), "the document is empty")
+        if bad.count == unread:
+            bad.add(str(path), "the document is empty")
     else:
         yield Text(start, text, begins=begins, ends=True)

@@ -16,7 +16,7 @@ from shardwise.models.adapters import quiet_peft
 from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
-from shardwise.models.file_weights import located, quiet
+from shardwise.models.file_weights import located, no_metadata, quiet
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.record.read import JOB, is_run_folder, read_run
@@ -117,12 +117,14 @@ def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
                 folder, config=config, output_loading_info=True, **options
             )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
+        if error.args == ("metadata",):
+            raise no_metadata(folder) from None
         what = f"transformers cannot load the model: {' '.join(str(error).split())[:300]}"
         fix = "use a causal language model that transformers knows, with complete files"
         raise JobError(what, where=str(folder), fix=fix) from None
     if missing := sorted(info["missing_keys"]):
         what = f"{len(missing)} of the model's weights are not in the files, e.g. {missing[0]}"
         raise CheckpointError(what, where=str(folder), fix="download or export it again")
-    if getattr(config, "quantization_config", None) is None:  # else transformers unpacks what it names
+    if getattr(model, "hf_quantizer", None) is None:  # else transformers has unpacked what it names
         located(folder, model)
     return model.to(_device()).eval()

@@ -98,7 +98,7 @@ def _in_words(schema: Schema) -> str:
         kind = "a non-empty list of " if schema.get("minItems") else "a list of "
         return kind + _in_words(schema["items"]).removeprefix("one of ")
     if kind == "string" and "pattern" in schema:
-        return "a name of letters, digits, `.`, `_` and `-` that starts with a letter or digit"
+        return "a name of the letters a to z, digits, `.`, `_` and `-` that starts with a letter or digit"
     bounds = [f"{word} {schema[name]:.12g}" for name, word in _BOUNDS.items() if name in schema]
     return _PLAIN.get(str(kind), "") + (f" {' and '.join(bounds)}" if bounds else "")
 

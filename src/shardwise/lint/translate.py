@@ -175,7 +175,20 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
         rank = 8  # LLaMA-Factory's
     length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
     counts = {"model.lora.rank": rank, "data.sequence_length": length}
+    if rank is not None:
+        changes += _targets(setup, assumed)
     return changes + [f"{key}={count}" for key, count in counts.items() if count is not None]
+
+
+def _targets(setup: Setup, assumed: list[str]) -> list[str]:
+    """The layers with adapters, as far as the files name them."""
+    given = setup.training("target_modules", "lora_target_modules", "lora_target")
+    given = given.split(",") if isinstance(given, str) and "," in given else given
+    if isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given):
+        return [f"model.lora.targets={json.dumps([one.strip() for one in given])}"]
+    if given not in ("all", "all-linear") and setup.training("lora_target_linear") is not True:
+        assumed.append("adapters on all linear layers: no file names them in words that are read")
+    return []
 
 
 def _left_out(document: Document, stage: int, bucket: int) -> list[str]:

@@ -147,8 +147,7 @@ class ConvertedWeights(WeightSource):
         except KeyError as error:
             if error.args != ("metadata",):
                 raise
-            what, fix = 'transformers needs "metadata" in the index', 'add it to the file: "metadata": {}'
-            raise CheckpointError(what, where=f"{self._folder}: *.index.json", fix=fix) from None
+            raise no_metadata(self._folder) from None
         except RuntimeError as error:
             if "conversion" not in str(error):
                 raise
@@ -190,6 +189,12 @@ def _places(keys: Iterable[str], skeleton: PreTrainedModel) -> dict[str, tuple[s
         if place[0] in model or key in model:
             places[key] = place if place[0] in model else (key, None)
     return places
+
+
+def no_metadata(folder: Path) -> CheckpointError:
+    """For an index of shards that transformers is to read, which stops with a KeyError."""
+    what, fix = 'transformers needs "metadata" in the index', 'add it to the file: "metadata": {}'
+    return CheckpointError(what, where=f"{folder}: *.index.json", fix=fix)
 
 
 def _uneven(stored: Mapping[str, _Stored], places: Mapping[str, tuple[str, str | None]]) -> list[str]:
@@ -234,6 +239,9 @@ def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118  (it is no dictionary)
+                    if key in stored:
+                        what = f"{key} is also in {stored[key].file.name}"
+                        raise CheckpointError(what, where=str(file), fix="download or copy the files again")
                     part = tensors.get_slice(key)
                     stored[key] = _Stored(file, part.get_shape(), part.get_dtype())
         except (OSError, SafetensorError) as error:

@@ -223,12 +223,14 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     copies = time.exposed_to_copies_seconds
     if copies >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
-    if chosen.prediction.energy.at_power_limit:
-        waits = time.exposed_communication_seconds + copies
-        rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
+    waits = time.exposed_communication_seconds + copies
+    rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
+    if rest >= WORTH_SAYING * time.step_seconds:
         limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
-        if rest >= WORTH_SAYING * time.step_seconds:
-            parts.append(f"a lower clock at {limit} and short waits {_share(rest, time)}")
+        slower = f"a lower clock at {limit} and short waits"
+        if not chosen.prediction.energy.at_power_limit:
+            slower = "the host, and computing slower beneath NCCL"
+        parts.append(f"{slower} {_share(rest, time)}")
     if time.bubble_seconds >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for other stages of the pipeline {_share(time.bubble_seconds, time)}")
     within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import traceback
@@ -59,6 +60,10 @@ def _translate(error: Exception) -> ShardwiseError:
         if named and named.split(",")[0] not in found:
             fix = f"unset {INTERFACES[0]}: there is no {named} here, but {', '.join(found)}"
         return DisconnectedError(what, where=where, fix=fix)
+    if unbuilt := re.search(r"Unable to JIT load the (\w+) op", str(error)):
+        fix = "`shardwise doctor` says what it lacks"
+        fix = f"apt install libaio-dev; {fix}" if unbuilt[1] == "async_io" else fix
+        return MachineError(f"DeepSpeed cannot compile {unbuilt[1]} here", where=where, fix=fix)
     if "loss scale already at minimum" in str(error):  # how DeepSpeed ends a run
         from shardwise.training.loop import overflows
 

@@ -93,12 +93,16 @@ def test_a_json_list_is_read_the_same_in_pieces_of_any_size(
         assert [fields for _, fields in read(path)] == value
 
 
+GBK = "not UTF-8: byte 0xd6 at column 8; if it is GB18030: iconv -f GB18030 -t UTF-8"
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b'{"a": 1}\n{"a": \n{"a": 2}\n', [(":2", "not JSON")]),
         (b'{"a": 1}\n[1]\n', [(":2", "a sample has to be an object, this is list")]),
         (b'{"a": 1}\n{"a": "\xff"}\n', [(":2", "not UTF-8: byte 0xff at column 8")]),
+        ('{"a": "\u4e2d\u6587"}\n'.encode("gbk"), [(":1", GBK)]),
         (b'{"a": "b\n{"a": "c"}\n', [(":1", "not JSON: Unterminated string")]),
         (b"[" * 100_000 + b"\n", [(":1", "not JSON")]),
         (b'{"a": ' + b"1" * 5000 + b"}\n", [(":1", "not JSON: Exceeds the limit")]),
@@ -119,6 +123,8 @@ def test_bad_lines_are_named(tmp_path: Path, content: bytes, expected: list[tupl
         (b'[{"a": 1},\n {"a": ]', "not JSON: Expecting value", 2),
         (b'[{"a": 1},\n {"a": 2}', "found the end of the file", 2),
         (b'[{"a": 1},\n\n {"a": "\xff"}]', "not UTF-8", 3),
+        (b'[{"a": 1}]\n[{"a": 2}]', "the list has ended, and '[' follows", 2),
+        (b'[{"a": 1}]\0', "the list has ended", 1),
         (b"[" * 100_000, "nested too deeply", 1),
         (b'[{"a": 1},\n {"a": ' + b"1" * 5000 + b"}]", "not JSON: Exceeds the limit", 2),
     ],

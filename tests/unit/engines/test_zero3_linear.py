@@ -28,6 +28,18 @@ def test_a_linear_layer_under_zero_3_is_torchs(shape: tuple[int, ...], trained: 
         torch.testing.assert_close(ours, theirs)
 
 
+def test_a_linear_layer_takes_torchs_names_and_autocast() -> None:
+    x, weight = torch.randn(4, 3), torch.nn.Parameter(torch.randn(7, 3))
+    expected = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(zero3._linear(input=x, weight=weight, bias=None), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = zero3._linear(x, weight)
+        output.sum().backward()
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, atol=0.05, rtol=0.05)
+    assert weight.grad is not None
+
+
 def test_a_linear_layers_weight_that_is_gone_is_gathered_for_its_backward_pass() -> None:
     weight, full = torch.nn.Parameter(torch.randn(7, 3)), torch.randn(7, 3)
     calls: list[str] = []

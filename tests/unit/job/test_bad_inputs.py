@@ -102,7 +102,7 @@ CASES = [
     ),
     Case("infinite", with_("optimizer: {learning_rate: .inf}"), ["Infinity; expected a number above 0"]),
     Case("number-for-text", GOOD.replace("name: run", "name: 2026"), ['put it in quotes: `name: "2026"`']),
-    Case("name-with-slash", GOOD.replace("name: run", "name: ../up"), ["a name of letters, digits"]),
+    Case("name-with-slash", GOOD.replace("name: run", "name: ../up"), ["name of the letters a to z, digits"]),
     Case("wrong-choice", with_("strategy: zero4"), ['"zero4"', "job.yaml:8", "did you mean zero"]),
     Case(
         "wrong-stage",

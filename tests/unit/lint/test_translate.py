@@ -41,9 +41,26 @@ def test_auto_is_what_the_script_and_accelerate_make_of_it() -> None:
     assert (job["train"]["micro_batch"], job["train"]["global_batch"]) == (4, 32)
     assert (job["train"]["precision"], job["train"]["checkpointing"]) == ("bf16", "none")
     assert (job["model"]["lora"]["rank"], job["data"]["sequence_length"]) == (8, 1024)
-    assert asked.assumed == ("stage 2, the meaning of `auto` in Accelerate",)
+    assert asked.assumed[0] == "stage 2, the meaning of `auto` in Accelerate"
+    assert [one[:31] for one in asked.assumed[1:]] == ["adapters on all linear layers: "]
     assert asked.left_out == ("reduce_bucket_size auto: simulated with 500,000,000",)
     assert job["strategy"]["bucket"] == 500_000_000
+
+
+@pytest.mark.parametrize(
+    ("targets", "planned_for"),
+    [
+        ('["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
+        ('("q_proj", "v_proj")', ["q_proj", "v_proj"]),
+        ('"q_proj, v_proj"', ["q_proj", "v_proj"]),
+        ('"all-linear"', "all-linear"),
+    ],
+)
+def test_adapters_are_planned_for_the_layers_that_a_script_names(targets: str, planned_for: Any) -> None:
+    script = SCRIPT.replace("LoraConfig(r=8)", f"LoraConfig(r=8, target_modules={targets})")
+    job, asked = planned(json.dumps({"zero_optimization": {"stage": 2}}), script)
+    assert job["model"]["lora"]["targets"] == planned_for
+    assert not any("adapters" in one for one in asked.assumed)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,30 @@ def test_an_index_without_metadata_is_read_or_named(saved: Saved) -> None:
             assert torch.equal(filled(model).model.lm_head.weight, expected["lm_head.weight"])
         else:
             assert 'add it to the file: "metadata": {}' in refused(model)
+        with pytest.raises(CheckpointError, match='needs "metadata"'):
+            _from_folder(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(saved: Saved) -> None:
+    model = saved("llama")
+    folder = Path(model.source)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"] + 1}, folder / "b.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "a.safetensors")}
+    index["weight_map"]["model.norm.weight"] = "b.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model.norm.weight is also in a.safetensors" in refused(model)
+
+
+def test_weights_whose_quantization_transformers_does_not_know_are_refused(saved: Saved) -> None:
+    model = saved("llama")
+    key = "model.layers.0.mlp.up_proj.weight"
+    file = changed(model, {key: lambda tensor: tensor.to(torch.float8_e4m3fn)})
+    save_file({**load_file(file), f"{key}_scale": torch.ones(1)}, file, metadata={"format": "pt"})
+    configure(model, quantization_config={"quant_method": "modelopt"})
+    with pytest.raises(CheckpointError, match="scales weights in fp8"):
+        _from_folder(Path(model.source))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

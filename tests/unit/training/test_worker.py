@@ -37,3 +37,11 @@ def test_an_interface_that_this_machine_lacks_is_named(monkeypatch: pytest.Monke
     fix = worker._translate(failure).problems[0].fix
     assert fix.startswith("unset GLOO_SOCKET_IFNAME: there is no ens999 here, but ")
     assert "lo" in fix
+
+
+def test_an_operator_that_cannot_be_compiled_is_no_bug() -> None:
+    failure = RuntimeError("Unable to JIT load the async_io op due to it not being compatible")
+    error = worker._translate(failure)
+    assert error.exit_code == 4
+    assert error.problems[0].what == "DeepSpeed cannot compile async_io here"
+    assert error.problems[0].fix.startswith("apt install libaio-dev")

@@ -31,13 +31,22 @@ def work_less_on_the_host() -> None:
     replace(partitioned_param_coordinator, "get_all_parameters", _parameters)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(
+    input: torch.Tensor,  # noqa: A002 - torch's name
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`nn.functional.linear` under ZeRO-3: it keeps the parameter for the backward pass, not its memory.
 
     In DeepSpeed's own, torch reads the signature of `forward` in each call, and each backward pass enters
-    autocast: some 80 us of the host's time a layer.
+    autocast: some 80 us of the host's time a layer. Only a model's own code enters autocast here.
     """
-    found: torch.Tensor = _Linear.apply(x, weight, bias)
+    kind: type[torch.autograd.Function] = _Linear
+    if torch.is_autocast_enabled(input.device.type):
+        from deepspeed.runtime.zero import linear
+
+        kind = linear.LinearFunctionForZeroStage3
+    found: torch.Tensor = kind.apply(input, weight, bias)
     return found
 
 
