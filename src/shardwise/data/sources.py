@@ -163,11 +163,11 @@ def _lines(path: Path, bad: Findings) -> Iterator[tuple[str, str]]:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 line, place = "", f"byte 0x{raw[error.start]:02x} at column {error.start + 1}"
-                bad.add(f"{path}:{number}", f"not UTF-8: {place}{_other(raw)}")
+                bad.add(f"{path}:{number}", f"not UTF-8: {place}{_conversion(raw)}")
             yield f"{path}:{number}", line
 
 
-def _other(raw: bytes) -> str:
+def _conversion(raw: bytes) -> str:
     """How to convert a line that is text in another encoding."""
     name = "UTF-16" if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "GB18030"
     with suppress(UnicodeDecodeError):
@@ -307,7 +307,7 @@ def _document(path: Path, bad: Findings) -> Iterator[Text]:
     counts as one bad sample.
     """
     lines: list[str] = []
-    size, start, begins, unread = 0, f"{path}:1", True, bad.count
+    size, start, begins, before = 0, f"{path}:1", True, bad.count
     for where, line in _lines(path, bad):
         if "\0" in line:
             bad.add(where, f"a NUL byte at column {line.index(chr(0)) + 1}")
@@ -319,7 +319,7 @@ def _document(path: Path, bad: Findings) -> Iterator[Text]:
         size += len(line)
     text = "".join(lines)
     if begins and not text.strip():
-        if bad.count == unread:
+        if bad.count == before:
             bad.add(str(path), "the document is empty")
     else:
         yield Text(start, text, begins=begins, ends=True)

@@ -11,6 +11,7 @@ from shardwise.job.schema import BUCKET, LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP, as_deepspeed
 from shardwise.lint.rules.batch import ACCUMULATION, MICRO, TOTAL
+from shardwise.lint.rules.families import targets_of
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
 from shardwise.lint.rules.parallel import degree_of
@@ -181,13 +182,13 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
 
 
 def _targets(setup: Setup, assumed: list[str]) -> list[str]:
-    """The layers with adapters, as far as the files name them."""
-    given = setup.training("target_modules", "lora_target_modules", "lora_target")
-    given = given.split(",") if isinstance(given, str) and "," in given else given
-    if isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given):
-        return [f"model.lora.targets={json.dumps([one.strip() for one in given])}"]
+    """The layers with adapters, where the files list them."""
+    found = (value for one in setup.of("training") for _, value, _ in targets_of(one, setup))
+    given = next(found, None)
+    if isinstance(given, list) and given and all(isinstance(one, str) for one in given):
+        return [f"model.lora.targets={json.dumps(given)}"]
     if given not in ("all", "all-linear") and setup.training("lora_target_linear") is not True:
-        assumed.append("adapters on all linear layers: no file names them in words that are read")
+        assumed.append("adapters on all linear layers: no file lists the layers")
     return []
 
 

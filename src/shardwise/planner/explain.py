@@ -160,14 +160,14 @@ def _terms(memory: Memory) -> Iterator[Line]:
 def _consecutive(option: Option) -> dict[str, float]:
     """Parts that sum to the step."""
     time = option.prediction.time
-    waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds
     at_limit = option.prediction.energy.at_power_limit
     rest = "lower clock (power limit), waits" if at_limit else "host, slower during NCCL"
     return {
         "computing, at full clock": time.compute_seconds,
         "waiting for communication": time.exposed_communication_seconds,
         "waiting for copies": time.exposed_to_copies_seconds,
-        rest: max(0.0, time.step_seconds - time.compute_seconds - waits),
+        "waiting for other stages": time.bubble_seconds,
+        rest: time.rest_seconds,
         "the step": time.step_seconds,
     }
 

@@ -223,14 +223,12 @@ def _step(chosen: Option, hardware: Hardware) -> str:
     copies = time.exposed_to_copies_seconds
     if copies >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for copies to and from the host {_share(copies, time)}")
-    waits = time.exposed_communication_seconds + copies
-    rest = time.step_seconds - time.compute_seconds - waits - time.bubble_seconds
-    if rest >= WORTH_SAYING * time.step_seconds:
+    if time.rest_seconds >= WORTH_SAYING * time.step_seconds:
         limit = f"the power limit of {chosen.power_limit_watts or hardware.gpu.power_watts} W"
-        slower = f"a lower clock at {limit} and short waits"
+        why = f"a lower clock at {limit} and short waits"
         if not chosen.prediction.energy.at_power_limit:
-            slower = "the host, and computing slower beneath NCCL"
-        parts.append(f"{slower} {_share(rest, time)}")
+            why = "the host, slower during NCCL"
+        parts.append(f"{why} {_share(time.rest_seconds, time)}")
     if time.bubble_seconds >= WORTH_SAYING * time.step_seconds:
         parts.append(f"waiting for other stages of the pipeline {_share(time.bubble_seconds, time)}")
     within = {"the optimizer": time.optimizer_seconds, "copies to and from the host": time.copy_seconds}

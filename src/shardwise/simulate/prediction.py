@@ -84,6 +84,12 @@ class Time:
         return self.tokens_per_step / self.step_seconds / self.world_size
 
     @property
+    def rest_seconds(self) -> float:
+        """Neither computing at full clock nor a wait for a link or a stage: the host, a lower clock."""
+        waits = self.exposed_communication_seconds + self.exposed_to_copies_seconds + self.bubble_seconds
+        return max(0.0, self.step_seconds - self.compute_seconds - waits)
+
+    @property
     def exposed_communication_fraction(self) -> float:
         return self.exposed_communication_seconds / self.step_seconds
 

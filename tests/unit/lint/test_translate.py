@@ -52,7 +52,7 @@ def test_auto_is_what_the_script_and_accelerate_make_of_it() -> None:
     [
         ('["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
         ('("q_proj", "v_proj")', ["q_proj", "v_proj"]),
-        ('"q_proj, v_proj"', ["q_proj", "v_proj"]),
+        ('list(["q_proj"])', ["q_proj"]),
         ('"all-linear"', "all-linear"),
     ],
 )

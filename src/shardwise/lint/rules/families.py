@@ -131,7 +131,7 @@ def fsdp_class_of_another_family(document: Document, setup: Setup) -> Iterator[H
             yield from (hit for hit in foreign_blocks(key, value, model) if hit.severity is None)
 
 
-def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]:
+def targets_of(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]:
     """LoRA's targets, and where they are written."""
     if document.syntax != "python":
         for name in (one for one in _TARGETS if document.has(one)):
@@ -152,7 +152,7 @@ def _targets(document: Document, setup: Setup) -> Iterator[tuple[Key, Any, int]]
 @training_rule("error", "peft/tuners/tuners_utils.py: inject_adapter; run with PEFT 0.21")
 def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
     """PEFT stops where no target is a module of the model, and ignores single ones that are none."""
-    for key, value, line in _targets(document, setup):
+    for key, value, line in targets_of(document, setup):
         fix = _TARGETS[key[0]]
         if isinstance(value, str) and re.fullmatch(r"\w+", value) and value not in ("all", UNKNOWN):
             right = fix if closest(value, ["all-linear"]) else f'["{value}"]'
