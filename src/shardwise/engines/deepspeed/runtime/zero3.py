@@ -39,7 +39,7 @@ def _linear(
     """`nn.functional.linear` under ZeRO-3: it keeps the parameter for the backward pass, not its memory.
 
     In DeepSpeed's own, torch reads the signature of `forward` in each call, and each backward pass enters
-    autocast: some 30 us of the host's time (benchmarks/deepspeed_host/linear.py). Only custom code needs that.
+    autocast: some 30 us of the host's time (benchmarks/deepspeed_host/linear.py). Only custom code needs it.
     """
     kind: type[torch.autograd.Function] = _Linear
     if torch.is_autocast_enabled(input.device.type):
