@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import idle
-from choices import ON_H100, fastest_table, rehearsal_table
+from choices import CHANGED, FASTEST, ON_H100, fastest_table, rehearsal_table
 from earlier import earlier_kernels, mixed, with_timer
 from hosts import over_sockets, paced, two_nodes
 from missed import MISSED, MISSED_MEANS
@@ -328,7 +328,7 @@ def _ledger_line(c: Comparison) -> list[str]:
 
 def fastest(_: Sequence[Comparison]) -> str:
     head = ["job", "the plan's choice", "tokens/s/GPU", "the fastest measured", "tokens/s/GPU", "slower by"]
-    return table(head, fastest_table())
+    return table(head, fastest_table((*FASTEST, *CHANGED)))
 
 
 def fastest_h100(_: Sequence[Comparison]) -> str:

@@ -122,7 +122,7 @@ def cookbook_arguments(row: Row) -> CookbookArguments:
     # GPT-2 and GPT-Neo say null where the MLP is four times as wide as the model
     inner = getattr(config, "n_inner" if config.model_type == "gpt2" else "intermediate_size") or 4 * hidden
     strategy = row.resolved()
-    fsdp_stage = 3 if strategy.reshard else 2
+    stages = {"fsdp2": 3 if strategy.reshard else 2, "ddp-zero1": 1}
     return CookbookArguments(
         hidden_size=hidden,
         num_attention_heads=heads,
@@ -134,7 +134,7 @@ def cookbook_arguments(row: Row) -> CookbookArguments:
         sequence_length=row.sequence_length,
         batch_size_per_gpu=row.micro_batch,
         num_gpus=row.gpus,
-        zero_stage=fsdp_stage if strategy.engine == "fsdp2" else strategy.stage,
+        zero_stage=stages.get(strategy.engine, strategy.stage),
         checkpoint_activations=strategy.checkpoint_every > 0,
     )
 

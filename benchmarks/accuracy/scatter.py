@@ -11,13 +11,13 @@ from typing import Any
 from rows import GIB
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish
-COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#000000")
+COLOURS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7", "#000000", "#8c564b")
 INK, PALE = "#333333", "#dddddd"
 WIDTH, LEFT, RIGHT = 760, 70, 620
 TOP, BOTTOM = 40, 440  # of the scatter plot
 UPPER, LOWER = 500, 640  # of the differences
 HEIGHT = 690
-FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2", "ddp")
+FAMILIES = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp2", "ddp", "ddp-zero1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ GROUPS = {
     "zero3-hpz2": Strategy(engine="deepspeed", stage=3, shard_group=2),
 }
 """On four processes: two groups of two."""
-DDP = {"ddp": Strategy(engine="ddp")}
+DDP = {"ddp": Strategy(engine="ddp"), "ddp-zero1": Strategy(engine="ddp-zero1")}
 SINGLE = {"single": Strategy(engine="single")}
 STEPS = range(3)
 
@@ -264,6 +264,7 @@ LOSSY = {
     "zero2-reduce-bf16": Strategy(engine="deepspeed", stage=2, reduce_dtype="bf16"),
     "zero3-reduce-bf16": Strategy(engine="deepspeed", stage=3, reduce_dtype="bf16"),
     "ddp-reduce-bf16": Strategy(engine="ddp", reduce_dtype="bf16"),
+    "ddp-zero1-reduce-bf16": Strategy(engine="ddp-zero1", reduce_dtype="bf16"),
     "ddp-powersgd4": Strategy(engine="ddp", powersgd=4),
 }
 """On four processes: what sums gradients in fewer bits."""
@@ -289,7 +290,7 @@ def lossy(folder: Path, world: World) -> dict[str, Any]:
 def fine_tuning(folder: Path, world: World) -> dict[str, Any]:
     import fine_tuning_worker
 
-    names = ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3")
+    names = ("ddp", "ddp-zero1", "fsdp2", "zero0", "zero1", "zero2", "zero3")
     return fine_tuning_worker.fine_tuning(folder, world, {name: engines(world)[name] for name in names})
 
 

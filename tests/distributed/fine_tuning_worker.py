@@ -22,8 +22,8 @@ DORA = Lora(rank=4, variants=["dora", "rslora"], modules_to_save=["embed_tokens"
 PLUS = Optimizer(learning_rate=1e-3, clip_norm=0.5, lora_plus=8.0)
 EIGHT_BIT = Optimizer(learning_rate=1e-3, weight_decay=0.1, clip_norm=0.5, name="adamw8bit")
 ENGINES = {
-    "dora": ("ddp", "fsdp2", "zero1", "zero2", "zero3"),
-    "8bit": ("ddp", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
+    "dora": ("ddp", "ddp-zero1", "fsdp2", "zero1", "zero2", "zero3"),
+    "8bit": ("ddp", "ddp-zero1", "fsdp2", "zero0", "zero1", "zero2", "zero3"),
 }
 
 

@@ -27,6 +27,7 @@ from shardwise.strategy import Strategy
 LAYOUTS = {
     "single": Strategy(engine="single"),
     "ddp": Strategy(engine="ddp"),
+    "ddp-zero1": Strategy(engine="ddp-zero1"),
     "fsdp2": Strategy(engine="fsdp2"),
     "fsdp2-offload": Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"),
     "fsdp2-hsdp2": Strategy(engine="fsdp2", shard_group=2),

@@ -8,7 +8,7 @@ from engine_worker import run_in_processes
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("processes", "count"), [(1, 77), (2, 77), (4, 21)])
+@pytest.mark.parametrize(("processes", "count"), [(1, 77), (2, 84), (4, 21)])
 def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int, count: int) -> None:
     results = run_in_processes("parity", processes=processes, folder=tmp_path, timeout=590)
     assert len(results) == count
@@ -27,7 +27,7 @@ def test_gradients_in_fewer_bits_change_the_loss_by_a_known_amount(tmp_path) -> 
     """20 steps of a tiny Llama in fp32 on four processes (docs/sharding.md has these numbers)."""
     results = run_in_processes("lossy", processes=4, folder=tmp_path, timeout=590)
     print({name: (found["last"], found["error"]) for name, found in results.items()})
-    assert len(results) == 6
+    assert len(results) == 7
     for name, found in results.items():
         # sums in fp32 are within 1e-6
         assert 1e-5 < found["error"] < (5e-3 if "-reduce-" in name else 5e-2), name

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_variants_of_lora_and_8_bit_moments_on_two_processes(tmp_path) -> None:
     results = run_in_processes("fine_tuning", processes=2, folder=tmp_path)
-    assert len(results) == 11
+    assert len(results) == 13
     for name, found in results.items():
         exact = name.endswith("/dora")
         assert found["loss_error"] < (1e-5 if exact else 1e-3), (name, found)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int) -> None:
     results = run_in_processes("mamba", processes=processes, folder=tmp_path, timeout=590)
-    assert len(results) == (16 if processes == 1 else 44)
+    assert len(results) == (16 if processes == 1 else 48)
     for name, found in results.items():
         exact = "/fp32/" in name
         assert found["loss_error"] < (1e-5 if exact else 1e-2), name

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.slow
 STRATEGIES: dict[int, dict[str, object]] = {
     1: {"single": "single"},
     2: {
-        **{name: name for name in ("zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2-offload")},
+        **{
+            name: name for name in ("zero0", "zero1", "zero2", "zero3", "fsdp2", "zero2-offload", "ddp-zero1")
+        },
         "ddp": {"engine": "ddp"},
     },
 }

@@ -27,9 +27,9 @@ FP16 = pytest.param("fp16", marks=pytest.mark.skipif(_NO_FP16, reason="this proc
 
 
 def test_every_pair_has_the_same_state_and_losses(tmp_path: Path) -> None:
-    layouts = {1: ("single", "zero2"), 2: ("zero1", "zero3-offload", "fsdp2", "pp2-zero1")}
+    layouts = {1: ("single", "zero2"), 2: ("zero1", "zero3-offload", "fsdp2", "pp2-zero1", "ddp-zero1")}
     rows = list(table("full", layouts, steps=4, folder=tmp_path))
-    assert len(rows) == 36
+    assert len(rows) == 49
     assert [row for row in rows if row["differs"]] == []
     assert [row for row in rows if row["loss_error"] > 1e-6] == []
     assert [row for row in rows if row["saved"] == row["resumed"] and not row["same_bits"]] == []

@@ -115,7 +115,7 @@ def test_recorded_steps_are_usual_steps(
     passes = recorded_passes(engine)
     assert passes is not None
     assert not passes.waiting
-    assert [graph is not None for graph in passes._graphs.values()] == [True] * kinds
+    assert [graph is not None for graph in passes.graphs.values()] == [True] * kinds
 
     held_out = engine.evaluate(batches[0])
     usual, _ = engine_of(model, record=False, **how)

@@ -25,7 +25,11 @@ GPUS = max(count for count in (1, 2, 4) if count <= max(1, torch.cuda.device_cou
 HALF = {"steps": 12, "micro_batch": 1, "eval_every": 4, "precision": "bf16"}
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2", "zero3", "fsdp2", "zero2-offload", "zero3-offload"])
+NAMES = ["single", "zero2", "zero3", "fsdp2", "zero2-offload", "zero3-offload"]
+REPLICAS = ["ddp-zero1"] * (GPUS > 1)
+
+
+@pytest.mark.parametrize("strategy", [*NAMES, *REPLICAS])
 def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, strategy: str) -> None:
     """The step after resuming is the same number: forward passes add up in one order. Later ones may round
     differently, because the backward pass of attention does not."""
@@ -46,7 +50,7 @@ def test_a_resumed_run_goes_on_where_it_stopped(tmp_path: Path, strategy: str) -
 
 def test_strategies_agree(tmp_path: Path) -> None:
     """50 fp32 losses; on GPUs matrices are multiplied by kernels chosen by shape, hence the bound."""
-    names = ["zero0", "zero1", "zero2", "zero3", "fsdp2"]
+    names = ["zero0", "zero1", "zero2", "zero3", "fsdp2", *REPLICAS]
     reference, *others = run_all(
         [Run(job(tmp_path, name, name)) for name in names], processes=GPUS, folder=tmp_path
     )
@@ -71,7 +75,7 @@ def test_mamba_trains_the_same_with_its_optimizer_in_host_memory(tmp_path: Path,
     assert evaluations(offloaded)[-1] < evaluations(offloaded)[0] - 0.3
 
 
-@pytest.mark.parametrize("strategy", ["single", "zero2", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["single", "zero2", "fsdp2", *REPLICAS])
 def test_fp16_trains_with_a_loss_scale(tmp_path: Path, strategy: str) -> None:
     changes = {**HALF, "precision": "fp16", "steps": 24}
     processes = 1 if strategy == "single" else GPUS

@@ -4,6 +4,7 @@ import json
 import shlex
 
 from shardwise.engines.ddp.spec import Ddp
+from shardwise.engines.ddp_zero1.spec import DdpZero1
 from shardwise.engines.deepspeed.spec import DeepSpeed
 from shardwise.engines.descriptor import EngineSpec
 from shardwise.engines.fsdp2.spec import Fsdp2
@@ -15,7 +16,7 @@ from shardwise.job.strategies import NAMED, Parts
 from shardwise.strategy import Strategy
 
 ENGINES: dict[str, EngineSpec] = {
-    spec.name: spec for spec in (Single(), DeepSpeed(), Fsdp2(), Ddp(), Pipeline())
+    spec.name: spec for spec in (Single(), DeepSpeed(), Fsdp2(), Ddp(), DdpZero1(), Pipeline())
 }
 
 

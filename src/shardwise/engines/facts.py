@@ -116,5 +116,5 @@ def no_offload(engine: str, title: str, *, fix: str) -> Rule:
         reason=f"{title} cannot offload",
         where="strategy.offload_optimizer, strategy.offload_parameters",
         fix=fix,
-        source=f"shardwise.engines.{engine}.runtime",
+        source=f"shardwise.engines.{engine.replace('-', '_')}.runtime",
     )

@@ -32,6 +32,7 @@ ENGINES: dict[str, EngineWords] = {
     "deepspeed": EngineWords("zero{stage}", optimizer_only_below=3, group="hpz"),
     "fsdp2": EngineWords("fsdp2", group="hsdp"),
     "ddp": EngineWords("ddp"),
+    "ddp-zero1": EngineWords("ddp-zero1"),
     "pipeline": EngineWords("zero1", split="tp"),
 }
 
@@ -48,4 +49,5 @@ NAMED: dict[str, Parts] = {
     "fsdp2": {"engine": "fsdp2"},
     "fsdp2-offload": {"engine": "fsdp2", **_HOST},
     "ddp": {"engine": "ddp"},
+    "ddp-zero1": {"engine": "ddp-zero1"},
 }

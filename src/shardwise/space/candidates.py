@@ -29,9 +29,12 @@ _ORDERED: tuple[Parts, ...] = (
 )
 FOR_ADAPTERS = tuple(parts for parts in NAMED.values() if ENGINES[parts["engine"]].only_adapters)
 """DDP sums the gradients of adapters once a step (decision 0091); with all weights, see ALL_WEIGHTS."""
-ALL_WEIGHTS = "all weights are trained: zero1 holds less than replicas do, and sends as much"
+ALL_WEIGHTS = "all weights are trained: ddp-zero1 holds less than replicas do, and sends as much"
+FOR_ALL_WEIGHTS = (NAMED["ddp-zero1"],)
+ADAPTERS = "adapters are trained: their states are too small to be shared, and ddp sends less"
 
-SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, *FOR_ADAPTERS)))
+_ONE_KIND = (*_ORDERED, *FOR_ADAPTERS, *FOR_ALL_WEIGHTS)
+SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in _ONE_KIND))
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -183,7 +186,8 @@ def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Part
     groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
     nodes = world_size // gpus_per_node
     pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
-    replicas = FOR_ADAPTERS if adapters and world_size > 1 else ()
+    replicas = FOR_ADAPTERS if adapters else FOR_ALL_WEIGHTS
+    replicas = replicas if world_size > 1 else ()
     return [*replicas, *SHAPES, *groups, *parallel, *pipelines]
 
 

@@ -41,9 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(spec: LaunchSpec) -> None:
     import torch.distributed as dist
 
+    from shardwise.engines.single.recorded import forget
     from shardwise.training.run import run
 
-    run(spec)
+    try:
+        run(spec)
+    finally:
+        forget()
     if dist.is_initialized():  # left in order; a rank that failed must not wait for the others here
         dist.destroy_process_group()
 

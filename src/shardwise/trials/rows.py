@@ -16,7 +16,7 @@ from shardwise.job.strategies import Parts
 from shardwise.planner.plan import Option, Plan
 from shardwise.planner.why import does_not_fit
 from shardwise.space.auto import resolve
-from shardwise.space.candidates import ALL_WEIGHTS, FOR_ADAPTERS
+from shardwise.space.candidates import ADAPTERS, ALL_WEIGHTS, FOR_ADAPTERS, FOR_ALL_WEIGHTS
 from shardwise.strategy import Strategy
 from shardwise.trials.sweep import ALL, Point, own_parts, shapes, varied
 
@@ -117,9 +117,9 @@ class _Making:
 
     def everything(self) -> tuple[list[Row], dict[str, str]]:
         kept: list[Row] = []
-        left_out: dict[str, str] = {}
-        if self._point.job.model.lora is None:
-            left_out = {name: ALL_WEIGHTS for name, parts in self._shapes.items() if parts in FOR_ADAPTERS}
+        full = self._point.job.model.lora is None
+        others, why_not = (FOR_ADAPTERS, ALL_WEIGHTS) if full else (FOR_ALL_WEIGHTS, ADAPTERS)
+        left_out = {name: why_not for name, parts in self._shapes.items() if parts in others}
         for row in map(self.named, [name for name in self._shapes if name not in left_out]):
             option, why = row.option, row.refused
             if why is None and isinstance(option, Option) and option.fit == "no":

@@ -12,7 +12,13 @@ from shardwise.engines import ENGINES, parts_of
 from shardwise.errors import JobError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import NAMED, Parts
-from shardwise.space.candidates import FOR_ADAPTERS, SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_STAGES
+from shardwise.space.candidates import (
+    FOR_ADAPTERS,
+    FOR_ALL_WEIGHTS,
+    SHAPES,
+    TENSOR_PARALLEL,
+    TENSOR_PARALLEL_STAGES,
+)
 from shardwise.strategy import Strategy
 
 ALL = "all"
@@ -55,7 +61,8 @@ def shapes(world_size: int) -> dict[str, Parts]:
         if world_size % degree == 0
         for stage in TENSOR_PARALLEL_STAGES
     ]
-    return {Strategy(**parts).name: dict(parts) for parts in (*FOR_ADAPTERS, *SHAPES, *parallel)}
+    every = (*FOR_ADAPTERS, *FOR_ALL_WEIGHTS, *SHAPES, *parallel)
+    return {Strategy(**parts).name: dict(parts) for parts in every}
 
 
 def chosen_names(text: str, world_size: int) -> list[str]:

@@ -30,7 +30,7 @@ def test_every_measured_row_is_within_20_mib_or_its_passes_are_recorded() -> Non
     assert len(rows) > 50
     for row in rows:
         error = (_predicted(row) - row["outside_allocator_bytes"]) / MIB
-        recorded = row["strategy"]["engine"] in ("single", "ddp") and row["date"] > since
+        recorded = row["strategy"]["engine"] in ("single", "ddp", "ddp-zero1") and row["date"] > since
         assert abs(error) <= 20 or (recorded and 0 < error <= 80), row["id"]
 
 

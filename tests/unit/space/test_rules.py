@@ -68,6 +68,8 @@ BROKEN = {
     ),
     "ddp-is-several-processes": facts(engine="ddp", stage=0, world_size=1),
     "ddp-does-not-offload": facts(engine="ddp", stage=0, offload_optimizer="cpu"),
+    "ddp-zero1-is-several-processes": facts(engine="ddp-zero1", stage=0, world_size=1),
+    "ddp-zero1-does-not-offload": facts(engine="ddp-zero1", stage=0, offload_optimizer="cpu"),
     "powersgd-and-fp16": facts(engine="ddp", stage=0, powersgd=4, precision="fp16"),
     "powersgd-is-ddps": facts(powersgd=4),
     "powersgd-or-reduce-dtype": facts(engine="ddp", stage=0, powersgd=4, reduce_dtype="bf16"),

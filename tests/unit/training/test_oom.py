@@ -299,7 +299,8 @@ def test_behind_the_last_block_no_block_is_named() -> None:
 
 def test_the_optimizer_step() -> None:
     def change(model: Model, loop: Loop) -> None:
-        loop.engine._optimizer._moments.step = fail  # type: ignore[attr-defined]
+        ((_, moments, _),) = loop.engine._optimizer._stages  # type: ignore[attr-defined]
+        moments.step = fail
 
     assert told(where(change)) == ("optimizer", 1, None)
 

@@ -72,13 +72,6 @@ class DdpEngine(SingleEngine):
         parts = self._buffer.split([master.numel() for master in masters])
         return [part.view_as(master) for part, master in zip(parts, masters, strict=True)]
 
-    def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
-        if self._once and self._recorded is None:
-            self._buffer.zero_()
-            for master, gradient in zip(self._masters.values(), self._gradients, strict=True):
-                master.grad = gradient
-        return super()._step_passes(micro_batches, target_tokens=target_tokens)
-
     def _begin(self, *, last: bool) -> None:
         if not self._once:
             self._ddp.require_backward_grad_sync = last  # as `no_sync` does

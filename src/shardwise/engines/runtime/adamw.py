@@ -4,9 +4,9 @@ Torch's fused kernel reads two scalars on the device. It divides the gradients b
 the loss scale. It skips the step if `found_inf` is 1: the guard.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,13 @@ class FusedAdamW(torch.optim.AdamW):
         super().step()
 
 
+class Stage(NamedTuple):
+    """Tensors that are stepped together, by name, and what is called when their kernels are issued."""
+
+    names: Collection[str]
+    after: Callable[[], None] = lambda: None
+
+
 class AdamW:
     """Steps fp32 tensors whose `.grad` holds the gradient of this rank's share.
 
@@ -69,7 +76,9 @@ class AdamW:
         copies: int = 1,
         device: torch.device,
         not_counted: Collection[str] = (),
+        stages: Sequence[Stage] = (),
     ) -> None:
+        """`stages`: all `parameters`, in the order in which they are stepped; if not given, at once."""
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
         self.clip_norm, self.device = clip_norm, device
@@ -78,7 +87,11 @@ class AdamW:
         how: Any = FusedAdamW
         if optimizer.name == "adamw8bit":
             how = import_module("shardwise.engines.runtime.adamw8bit").AdamW8bit  # needs bitsandbytes
-        self._moments = how(parameter_groups(self.parameters, groups), optimizer)
+        self._stages: list[tuple[dict[str, torch.Tensor], Any, Callable[[], None]]] = []
+        for names, after in stages or [Stage(self.parameters)]:
+            own = {name: self.parameters[name] for name in names if name in self.parameters}
+            moments = how(parameter_groups(own, groups), optimizer) if own else None
+            self._stages.append((own, moments, after))
         self.stopped = torch.zeros((), device=device)
         """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
         self.loss_scale = torch.tensor(INITIAL_LOSS_SCALE if fp16 else 1.0, device=device)
@@ -126,16 +139,20 @@ class AdamW:
         divisor = loss_scale
         if self.clip_norm > 0:  # the inverse of torch.nn.utils.clip_grad_norm_'s min(1, clip / (norm + 1e-6))
             divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
-        set_rate(self._moments.param_groups, learning_rate)
-        self._moments.step(divisor, skipped)
-        for p in self.parameters.values():
-            p.grad = None
+        for own, moments, after in self._stages:
+            if moments is not None:
+                set_rate(moments.param_groups, learning_rate)
+                moments.step(divisor, skipped)
+            for p in own.values():
+                p.grad = None
+            after()
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""
         tensors = {f"guard/{name}": getattr(self, name) for name in ("stopped", "loss_scale", "growth")}
-        for name, p in self.parameters.items():
-            tensors[f"parameter/{name}"] = p.detach()
-            for key, tensor in self._moments.saved(p).items():
-                tensors[f"{key}/{name}"] = tensor
+        for own, moments, _ in self._stages:
+            for name, p in own.items():
+                tensors[f"parameter/{name}"] = p.detach()
+                for key, tensor in moments.saved(p).items():
+                    tensors[f"{key}/{name}"] = tensor
         return tensors

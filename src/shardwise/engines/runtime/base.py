@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.runtime.adamw import AdamW
+from shardwise.engines.runtime.adamw import AdamW, Stage
 from shardwise.engines.runtime.parameters import Fill, groups_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
@@ -57,6 +57,7 @@ class TorchEngine:
             copies=self.copies,
             device=world.device,
             not_counted=not_counted,
+            stages=self._stages(),
         )
         module.train()
 
@@ -109,6 +110,10 @@ class TorchEngine:
         And the names of those whose gradient another rank counts into the norm.
         """
         raise NotImplementedError
+
+    def _stages(self) -> Sequence[Stage]:
+        """The order in which AdamW steps; empty: all at once."""
+        return ()
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self.module(micro_batch)

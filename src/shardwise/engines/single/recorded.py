@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import torch
 
@@ -35,6 +36,15 @@ class _Graph:
     gradients: list[torch.Tensor | None]  # Of the masters, after a replay
 
 
+_ALIVE: WeakSet["RecordedPasses"] = WeakSet()
+
+
+def forget() -> None:
+    """Free all graphs. NCCL waits for those with collectives before it leaves a group (init.cc)."""
+    for passes in _ALIVE:
+        passes.graphs.clear()
+
+
 class RecordedPasses:
     """Runs micro-batches, and leaves the gradients of `masters`."""
 
@@ -46,23 +56,26 @@ class RecordedPasses:
         gradients: Sequence[torch.Tensor] = (),
         *,
         separates: bool = True,
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         """`loss`: the summed loss of a micro-batch; its backward pass adds to the gradients of `masters`.
 
         `gradients`: these stay, and all micro-batches of a step add to them. Without any, a step has one
         micro-batch, whose passes allocate them where its activations were. `separates`: as the objective's.
+        `end` is called after a backward pass, and recorded with it.
         """
-        self._separates = separates
+        self._separates, self._end = separates, end
         self._loss, self._masters, self._gradients = loss, masters, [*gradients]
         self._factor = torch.ones((), device=device)
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
-        self._graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded
+        self.graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded
         self._tokens: dict[torch.Size, list[torch.Tensor]] = {}  # What graphs of a shape read
         self.waiting: dict[Kind, str] = {}  # Kinds that cannot be recorded, and the line that waits
+        _ALIVE.add(self)
 
     def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
         """The sum of the losses, fp32 scalar; gradients are those of the losses times `factor`."""
-        if not (self._graphs or self.waiting):  # what the model's construction left serves no other pool
+        if not (self.graphs or self.waiting):  # what the model's construction left serves no other pool
             torch.cuda.empty_cache()
         self._factor.copy_(factor)
         if self._gradients:
@@ -86,17 +99,17 @@ class RecordedPasses:
 
     def _one(self, batch: MicroBatch) -> torch.Tensor:
         kind = (batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
-        if kind not in self._graphs:
+        if kind not in self.graphs:
             with self.place(), _noting_waits() as lines:
                 loss = self._passes(batch)
             if lines:
                 self.waiting[kind] = lines[0]
-            elif len(self._graphs) < MOST_GRAPHS:
-                self._graphs[kind] = None
+            elif len(self.graphs) < MOST_GRAPHS:
+                self.graphs[kind] = None
             return loss
-        graph = self._graphs[kind]
+        graph = self.graphs[kind]
         if graph is None:
-            graph = self._graphs[kind] = self._record(batch)
+            graph = self.graphs[kind] = self._record(batch)
         for name, tensor in batch.tensors().items():
             getattr(graph.batch, name).copy_(tensor)
         graph.replay()
@@ -112,6 +125,7 @@ class RecordedPasses:
         with torch.autograd.set_multithreading_enabled(False):
             loss = self._loss(batch)
             (loss * self._factor).backward()  # type: ignore[no-untyped-call]
+            self._end()
         return loss.detach()  # a graph of autograd that is alive would prevent recording
 
     def _record(self, batch: MicroBatch) -> _Graph:

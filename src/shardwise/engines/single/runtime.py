@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ class SingleEngine(TorchEngine):
     """Trains a module on one device."""
 
     _recorded: RecordedPasses | None = None
+    _sums: Sequence[torch.Tensor] = ()  # What each weight's gradients are added to, as its `.grad`
+    _gradients: Sequence[torch.Tensor] = ()  # Those of `_sums` that are allocated once
 
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
@@ -26,18 +29,24 @@ class SingleEngine(TorchEngine):
             fill(part, self.world.device)
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
-        masters, device = [*self._masters.values()], self.world.device
-        objective = self.module if isinstance(self.module, Objective) else None
-        one_shape = objective is not None and objective.one_shape
-        recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
-        self._gradients = self._that_stay(recorded=recorded)
-        if objective is not None and recorded:
-            separates = objective.separates(device)
-            self._recorded = RecordedPasses(self._loss, masters, device, self._gradients, separates=separates)
+        self._record([*self._masters.values()])
         return self._masters, ()
 
+    def _record(self, sums: Sequence[torch.Tensor]) -> None:
+        """Have the passes recorded, where they can be; they leave the gradients of `sums`."""
+        device, objective = self.world.device, self.module
+        one_shape = isinstance(objective, Objective) and objective.one_shape
+        recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
+        self._sums, self._gradients = sums, self._that_stay(recorded=recorded)
+        if isinstance(objective, Objective) and recorded:
+            how: dict[str, Any] = {"separates": objective.separates(device), "end": self._end_passes}
+            self._recorded = RecordedPasses(self._loss, sums, device, self._gradients, **how)
+
+    def _end_passes(self) -> None:
+        """After a backward pass that is recorded."""
+
     def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:
-        """Gradients of the masters that are allocated once."""
+        """Gradients that are allocated once: of all sums, or none."""
         stay = recorded and gradients_stay(self._strategy, adapters=self._adapters())
         return [torch.zeros_like(master) for master in self._masters.values()] if stay else []
 
@@ -46,6 +55,8 @@ class SingleEngine(TorchEngine):
 
     def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         if self._recorded is None:
+            for total, gradient in zip(self._sums, self._gradients, strict=bool(self._gradients)):
+                total.grad = gradient.zero_()
             return super()._step_passes(micro_batches, target_tokens=target_tokens)
         return self._recorded.run(micro_batches, self._optimizer.loss_scale / target_tokens)
 
@@ -71,15 +82,19 @@ def _master(weight: nn.Parameter) -> torch.Tensor:
     """
     if weight.dtype == torch.float32:
         return weight
-    master = weight.detach().float()
+    return add_to(weight.detach().float(), weight)
+
+
+def add_to(total: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
+    """Have the gradients of a weight added to that of `total`, which is returned."""
 
     def accumulate(weight: torch.Tensor) -> None:
         assert weight.grad is not None
-        if master.grad is None:
-            master.grad = weight.grad.float()
+        if total.grad is None:
+            total.grad = weight.grad.to(total.dtype)
         else:
-            master.grad += weight.grad
+            total.grad += weight.grad
         weight.grad = None
 
     weight.register_post_accumulate_grad_hook(accumulate)
-    return master
+    return total

@@ -6,6 +6,7 @@ from shardwise.engines.single.memory import own_pool, sums_stay
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
+from shardwise.simulate.time.segments import Segment
 from shardwise.strategy import Strategy
 
 
@@ -20,6 +21,7 @@ class SingleSchedule(Schedule):
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.stay = sums_stay(trace, strategy)
+        self.summed = FP32  # Bytes in which gradients are added up
         self.recorded = own_pool(trace) and not trace.host_waits
         if self.recorded:
             self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]
@@ -32,11 +34,16 @@ class SingleSchedule(Schedule):
             self.run(segment)
             hooks = len(segment.gradients)
             if hooks and self.mixed:
-                one = converted(self.item, FP32) if first else added(self.item, FP32)
+                one = (converted if first else added)(self.item, self.summed)
                 issue = 0.0 if self.recorded else hooks * self.host.seconds("gradient_hook")
                 self.streams.move(one * segment.learned, "mixed", kernels=hooks, issue=issue)
             elif hooks and not first:
                 self.streams.move(added(FP32, FP32) * segment.learned, kernels=hooks)
+            if hooks:
+                self.completed(segment)
+
+    def completed(self, segment: Segment) -> None:
+        """The gradients of a segment are added up."""
 
     def update(self) -> None:
         streams, elements = self.streams, self.trainable

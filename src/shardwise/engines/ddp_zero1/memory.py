@@ -1,0 +1,102 @@
+"""Memory of replicas that share the optimizer's state: engines/ddp_zero1/runtime.py."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from typing import NamedTuple, TypeVar
+
+from shardwise.engines.single.memory import SingleMemory
+from shardwise.simulate.memory.engine import fill
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
+from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
+from shardwise.strategy import Strategy
+
+Key = TypeVar("Key")
+
+BUCKET = 1 << 27  # Elements after which a bucket is full
+ALIGNED = 64  # Elements: each rank's part begins where kernels can read vectors
+
+
+def buckets_of(weights: Mapping[Key, tuple[int, Hashable]]) -> list[list[Key]]:
+    """Trained weights, by (elements, format), in buckets of one format, about as a backward pass comes by."""
+    closed: list[list[Key]] = []
+    filling, elements = defaultdict[Hashable, list[Key]](list), defaultdict[Hashable, int](int)
+    for key, (numel, form) in reversed(list(weights.items())):
+        filling[form].append(key)
+        elements[form] += numel
+        if elements[form] >= BUCKET:
+            closed.append(filling.pop(form))
+            del elements[form]
+    return [*closed, *filling.values()]
+
+
+def part_of(numel: int, ranks: int) -> int:
+    """Elements of a bucket that each rank steps; the last ones are padded."""
+    return -(-numel // (ranks * ALIGNED)) * ALIGNED
+
+
+def overlaps(strategy: Strategy) -> bool:
+    """Whether buckets are reduced during the backward pass; if not, micro-batches are added up in fp32."""
+    return strategy.accumulation == 1
+
+
+class _Bucket(NamedTuple):
+    numels: list[int]
+    part: int  # Elements that a rank steps
+    item: int  # Bytes of a weight
+    sums: int  # Of a sum of gradients
+    sent: int  # The same as it is sent
+
+
+class DdpZero1Memory(SingleMemory):
+    """All weights and gradients in buckets; a part of the fp32 weights and of their moments."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
+        super().__init__(trace, strategy)
+        self._stay, self._ranks, self._strategy = True, strategy.data_parallel, strategy
+        weights = {index: trace.parameters[index] for index in trace.trainable}
+        self._indices = buckets_of({index: (one.numel, one.item_bytes) for index, one in weights.items()})
+        self._buckets = [self._bucket(indices) for indices in self._indices]
+
+    def _bucket(self, indices: list[int]) -> _Bucket:
+        numels = [self._trace.parameters[index].numel for index in indices]
+        item = self._trace.parameters[indices[0]].item_bytes
+        alone = item == FP32 and self._mixed
+        sent = FP32 if alone else ITEM_BYTES[self._strategy.reduced_in(self._strategy.precision)]
+        sums = sent if overlaps(self._strategy) else FP32
+        return _Bucket(numels, part_of(sum(numels), self._ranks), item, sums, sent)
+
+    def build(self, memory: GpuMemory) -> None:
+        weights: dict[int, Block] = {}
+        for part in self._trace.parts:
+            weights |= fill(memory, self._trace, part)
+        for size in self._trace.buffers:
+            memory.take(WEIGHTS, size)
+        for indices, bucket in zip(self._indices, self._buckets, strict=True):
+            memory.take(WEIGHTS, bucket.item * bucket.part * self._ranks)
+            memory.give(*(weights[index] for index in indices))
+            if bucket.item < FP32:
+                memory.take(OPTIMIZER, FP32 * bucket.part)
+            memory.take(GRADIENTS, bucket.sums * bucket.part * self._ranks)
+        for numel in self._pieces():
+            memory.take_adamw_state(numel, self._optimizer)
+
+    def _pieces(self) -> Iterator[int]:
+        """Elements of each weight that the first rank steps."""
+        for bucket in self._buckets:
+            left = bucket.part
+            for numel in bucket.numels:
+                if left:
+                    yield min(left, numel)
+                left -= min(left, numel)
+
+    def step(self, memory: GpuMemory) -> None:
+        """Reduced parts in fp32, then AdamW. Torch copies nothing that has the format already."""
+        kept: list[Block] = []
+        for bucket in self._buckets:
+            size = bucket.sent * bucket.part * self._ranks if bucket.sent != bucket.sums else 0
+            copied = memory.take(BUFFERS, size)
+            kept.append(memory.take(GRADIENTS, FP32 * bucket.part if bucket.sent < FP32 else 0))
+            (kept.append if bucket.sent == FP32 else memory.give)(copied)
+        memory.scratch(OPTIMIZER, *[FP32 for _ in self._pieces()])  # the norm of each
+        memory.give(*kept)
