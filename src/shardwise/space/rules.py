@@ -190,7 +190,7 @@ RULES: tuple[Rule, ...] = (
     _of_torch(
         name="powersgd-is-ddps",
         broken=lambda f: f.strategy.powersgd > 0 and not _engine(f).compresses_gradients,
-        reason="PowerSGD is a hook of DistributedDataParallel: FSDP2 and DeepSpeed take none",
+        reason="PowerSGD is a hook of DistributedDataParallel, which no other engine runs",
         where="strategy.powersgd",
         fix="strategy.engine: ddp, or leave powersgd out",
         source="torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",

@@ -35,7 +35,8 @@ def test_a_bucket_is_full_after_so_many_elements_and_has_one_format(monkeypatch:
     monkeypatch.setattr(policy, "BUCKET", 100)
     weights = {"a": (60, "bf16"), "b": (7, "fp32"), "c": (60, "bf16"), "d": (40, "bf16"), "e": (99, "bf16")}
     assert buckets_of(weights) == [["e", "d"], ["c", "a"], ["b"]]
-    assert [part_of(numel, 4) for numel in (1, 256, 257)] == [64, 64, 128]
+    assert [part_of([numel], 4) for numel in (1, 256, 257)] == [64, 64, 128]
+    assert part_of([1, 1, 1, 1, 1], 4) == 128  # each begins at a multiple of 64
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,11 @@ class Ddp(EngineSpec):
             fix="strategy: single",
             source="shardwise.engines.ddp.runtime",
         ),
-        no_offload("ddp", "DistributedDataParallel", fix="strategy: zero2-offload"),
+        no_offload(
+            "ddp",
+            "DistributedDataParallel",
+            fix="strategy: zero2-offload, or zero3-offload for the weights, too",
+        ),
         Rule(
             name="powersgd-and-fp16",
             broken=lambda f: f.strategy.powersgd > 0 and f.strategy.precision == "fp16",

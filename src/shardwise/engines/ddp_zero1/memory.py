@@ -1,7 +1,7 @@
 """Memory of replicas that share the optimizer's state: engines/ddp_zero1/runtime.py."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeVar
 
 from shardwise.engines.single.memory import SingleMemory
@@ -14,7 +14,7 @@ from shardwise.strategy import Strategy
 Key = TypeVar("Key")
 
 BUCKET = 1 << 27  # Elements after which a bucket is full
-ALIGNED = 64  # Elements: each rank's part begins where kernels can read vectors
+ALIGNED = 64  # Elements: each weight, and each rank's part, begins where kernels can read vectors
 
 
 def buckets_of(weights: Mapping[Key, tuple[int, Hashable]]) -> list[list[Key]]:
@@ -30,9 +30,14 @@ def buckets_of(weights: Mapping[Key, tuple[int, Hashable]]) -> list[list[Key]]:
     return [*closed, *filling.values()]
 
 
-def part_of(numel: int, ranks: int) -> int:
-    """Elements of a bucket that each rank steps; the last ones are padded."""
-    return -(-numel // (ranks * ALIGNED)) * ALIGNED
+def aligned(numel: int) -> int:
+    """Elements of a weight with what is left free behind it."""
+    return -(-numel // ALIGNED) * ALIGNED
+
+
+def part_of(numels: Iterable[int], ranks: int) -> int:
+    """Elements of a bucket of such weights that each rank steps."""
+    return aligned(-(-sum(map(aligned, numels)) // ranks))
 
 
 def overlaps(strategy: Strategy) -> bool:
@@ -64,7 +69,7 @@ class DdpZero1Memory(SingleMemory):
         alone = item == FP32 and self._mixed
         sent = FP32 if alone else ITEM_BYTES[self._strategy.reduced_in(self._strategy.precision)]
         sums = sent if overlaps(self._strategy) else FP32
-        return _Bucket(numels, part_of(sum(numels), self._ranks), item, sums, sent)
+        return _Bucket(numels, part_of(numels, self._ranks), item, sums, sent)
 
     def build(self, memory: GpuMemory) -> None:
         weights: dict[int, Block] = {}
@@ -86,9 +91,9 @@ class DdpZero1Memory(SingleMemory):
         for bucket in self._buckets:
             left = bucket.part
             for numel in bucket.numels:
-                if left:
+                if left > 0:
                     yield min(left, numel)
-                left -= min(left, numel)
+                left -= aligned(numel)
 
     def step(self, memory: GpuMemory) -> None:
         """Reduced parts in fp32, then AdamW. Torch copies nothing that has the format already."""

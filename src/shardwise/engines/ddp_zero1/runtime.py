@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.ddp_zero1.memory import buckets_of, overlaps, part_of
+from shardwise.engines.ddp_zero1.memory import aligned, buckets_of, overlaps, part_of
 from shardwise.engines.runtime.adamw import Stage
 from shardwise.engines.runtime.parameters import Fill, trainable
 from shardwise.engines.runtime.protocol import World
@@ -35,14 +35,14 @@ class Bucket:
         self, weights: Mapping[str, nn.Parameter], world: World, *, sums: torch.dtype, sent: torch.dtype
     ) -> None:
         """Moves the weights here. Their gradients are added up in `sums`, and sent in `sent`."""
-        part = part_of(sum(weight.numel() for weight in weights.values()), world.size)
+        part = part_of((weight.numel() for weight in weights.values()), world.size)
         self._sent_in, self._own = sent, slice(world.rank * part, (world.rank + 1) * part)
         some = next(iter(weights.values())).detach()
         self._weights = some.new_zeros(part * world.size)
         self._places: dict[str, tuple[torch.Size, int]] = {}
         at = 0
         for name, weight in weights.items():
-            self._places[name], at = (weight.shape, at), at + weight.numel()
+            self._places[name], at = (weight.shape, at), at + aligned(weight.numel())
             weight.data = self._view(self._weights, name).copy_(weight.detach())
         self.master = self._weights[self._own].float()  # of fp32 weights the same memory
         self._sent = self._gradients = torch.zeros_like(self._weights, dtype=sums)

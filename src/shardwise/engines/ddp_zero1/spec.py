@@ -24,7 +24,9 @@ class DdpZero1(EngineSpec):
             fix="strategy: single",
             source="shardwise.engines.ddp_zero1.runtime",
         ),
-        no_offload("ddp-zero1", "ddp-zero1", fix="strategy: zero2-offload"),
+        no_offload(
+            "ddp-zero1", "ddp-zero1", fix="strategy: zero2-offload, or zero3-offload for the weights, too"
+        ),
     )
 
     def shards(self, stage: int) -> Shards:
@@ -32,4 +34,5 @@ class DdpZero1(EngineSpec):
 
     def check_launcher(self, target: str, strategy: Strategy) -> None:
         what = "ddp-zero1 is shardwise's own, and runs with `shardwise train`"
-        raise JobError(what, where=f"--to {target}", fix="--set strategy=zero1, which shards as much")
+        fix = "--set strategy=zero1, which shards as much; or --run shardwise, on a cluster"
+        raise JobError(what, where=f"--to {target}", fix=fix)

@@ -39,7 +39,7 @@ ALLOWED = {
 }
 """Plain values in DeepSpeed 0.19.8's files that torch does not load by itself."""
 OLDER = "resume from an older checkpoint"
-SAME = "resume with the strategy that saved it"
+SAME = "resume with the strategy and the number of processes that saved it"
 _SAVED_AS = dict.fromkeys(KINDS, "F32") | dict.fromkeys(("step", "guard"), "F32, I32 or I64")
 
 
@@ -142,7 +142,8 @@ def load_state(
         if kind in KINDS:
             saved.copy(key, parts[name], tensor.detach())
         elif kind not in ("step", "guard"):  # 8-bit moments, in blocks of a rank's own
-            raise CheckpointError(f"{kind} is read by the same layout only", where=str(directory), fix=SAME)
+            what = f"moments in 8 bits are read by the same layout only: {kind}"
+            raise CheckpointError(what, where=str(directory), fix=SAME)
         else:
             tensor.detach().copy_(saved.number(key))
     return {}
