@@ -278,6 +278,14 @@ def test_what_takes_comments_says_what_was_predicted(target: Target) -> None:
 LORA_JOB = {"sequence_length": 2048, "lora_rank": 16, "quantization": "nf4"}
 
 
+def test_a_rate_without_its_schedule_is_said() -> None:
+    """The Trainer's script has the schedule among its arguments; a file without an optimizer has no rate."""
+    note = "deepspeed.json has the peak learning rate: an own script sets warm-up and schedule"
+    assert note in emit("deepspeed", request("zero2")).notes
+    assert note not in emit("deepspeed", request("zero2", own_optimizer=False)).notes
+    assert note not in emit("torchrun", request("fsdp2")).notes
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_the_script_has_to_do_is_said_at_the_head_and_in_a_note(target: Target) -> None:
     """Else a script that trains all weights, or keeps its activations, runs out of memory nevertheless."""

@@ -17,15 +17,12 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.ddp_zero1.memory import aligned, buckets_of, overlaps, part_of
 from shardwise.engines.runtime.adamw import Stage
+from shardwise.engines.runtime.base import all_gather, reduce_scatter
 from shardwise.engines.runtime.parameters import Fill, trainable
 from shardwise.engines.runtime.protocol import World
 from shardwise.engines.runtime.state import Part
 from shardwise.engines.single.runtime import SingleEngine, add_to
 from shardwise.models.structure import DTYPES
-
-# Two names for each: the second was deprecated by torch 2.13.
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Bucket:

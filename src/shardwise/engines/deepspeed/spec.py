@@ -109,8 +109,10 @@ class DeepSpeed(EngineSpec):
         return {"deepspeed_config": config}
 
     def script_notes(self, strategy: Strategy, target: str, *, own_optimizer: bool) -> list[str]:
-        if strategy.offload_optimizer == "none" or not own_optimizer or target == "accelerate":
+        if target == "accelerate" or (own_optimizer and strategy.offload_optimizer == "none"):
             return []
+        if not own_optimizer:
+            return [f"{OWN} has the peak learning rate: an own script sets warm-up and schedule"]
         return ["an own deepspeed.initialize needs deepspeed.ops.adam.DeepSpeedCPUAdam as its optimizer"]
 
     def slurm_exports(self) -> list[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
@@ -15,6 +16,10 @@ from shardwise.engines.runtime.protocol import StepResult, World
 from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
 from shardwise.job import schema
 from shardwise.strategy import Strategy
+
+# Two names for each: the second was deprecated by torch 2.13.
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @torch.no_grad()

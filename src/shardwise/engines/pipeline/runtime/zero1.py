@@ -13,9 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-# Two names for each: the second was deprecated by torch 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from shardwise.engines.runtime.base import all_gather, reduce_scatter
 
 
 class _Slice(NamedTuple):
@@ -87,7 +85,7 @@ class Zero1:
                 source[:, piece.begin : piece.end] = self._padded(gradient, piece)
             del gradients
             total = torch.empty(size, dtype=torch.float32, device=device)
-            _reduce_scatter(total, source.view(-1), group=self._group)
+            reduce_scatter(total, source.view(-1), group=self._group)
             for piece in part:
                 shard = self.shards[piece.name]
                 shard.grad = total[piece.begin : piece.begin + shard.numel()].view_as(shard)
@@ -122,7 +120,7 @@ class Zero1:
                 shard = self.shards[piece.name]
                 own[piece.begin : piece.begin + shard.numel()] = shard.flatten()
             gathered = torch.empty(self._ranks, len(own), dtype=own.dtype, device=own.device)
-            _all_gather(gathered.view(-1), own, group=self._group)
+            all_gather(gathered.view(-1), own, group=self._group)
             for piece in part:
                 weight = self._weights[piece.name]
                 full = gathered[:, piece.begin : piece.end].reshape(-1, *weight.shape[1:])
