@@ -6,7 +6,7 @@ A new engine is a folder with a `spec.py` that subclasses `EngineSpec`, and a li
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from shardwise.engines.facts import Rule
 from shardwise.errors import JobError, Problem
@@ -59,7 +59,7 @@ class EngineSpec:
     rules: tuple[Rule, ...] = ()  # What it cannot combine
     plain = False  # Whether it is PyTorch alone, in one process: where nothing is gained, the simplest choice
     of_torch = ""  # What PyTorch calls it, where the launcher of DeepSpeed cannot start it
-    only_adapters = False  # Whether `auto` leaves it out where all weights are trained
+    only_for: Literal["adapters", "all weights"] | None = None  # What `auto` takes it for, on several GPUs
     default_stage: int | None = None  # ZeRO stage of a job that names none; None for an engine without stages
     tensor_parallel = False  # Whether it can split layers over GPUs
     pipeline = False  # Whether it can put blocks on different GPUs

@@ -108,7 +108,26 @@ class Rule:
     none."""
 
 
-def no_offload(engine: str, title: str, *, fix: str) -> Rule:
+def several_processes(engine: str) -> Rule:
+    """The rule of an engine whose ranks are replicas."""
+    return Rule(
+        name=f"{engine}-is-several-processes",
+        broken=lambda f: f.world_size == 1,
+        reason="with one process there are no replicas",
+        where="strategy.engine",
+        fix="strategy: single",
+        source=_runtime(engine),
+    )
+
+
+def _runtime(engine: str) -> str:
+    return f"shardwise.engines.{engine.replace('-', '_')}.runtime"
+
+
+OFFLOADS = "strategy: zero2-offload, or zero3-offload for the weights, too"
+
+
+def no_offload(engine: str, title: str, *, fix: str = OFFLOADS) -> Rule:
     """The rule of an engine that keeps everything on the GPU."""
     return Rule(
         name=f"{engine}-does-not-offload",
@@ -116,5 +135,5 @@ def no_offload(engine: str, title: str, *, fix: str) -> Rule:
         reason=f"{title} cannot offload",
         where="strategy.offload_optimizer, strategy.offload_parameters",
         fix=fix,
-        source=f"shardwise.engines.{engine.replace('-', '_')}.runtime",
+        source=_runtime(engine),
     )

@@ -27,14 +27,16 @@ _ORDERED: tuple[Parts, ...] = (
     NAMED["zero3-offload"],
     NAMED["fsdp2-offload"],
 )
-FOR_ADAPTERS = tuple(parts for parts in NAMED.values() if ENGINES[parts["engine"]].only_adapters)
-"""DDP sums the gradients of adapters once a step (decision 0091); with all weights, see ALL_WEIGHTS."""
-ALL_WEIGHTS = "all weights are trained: ddp-zero1 holds less than replicas do, and sends as much"
-FOR_ALL_WEIGHTS = (NAMED["ddp-zero1"],)
+FOR_ADAPTERS, FOR_ALL_WEIGHTS = (
+    tuple(parts for parts in NAMED.values() if ENGINES[parts["engine"]].only_for == trained)
+    for trained in ("adapters", "all weights")
+)
+"""Replicas: decisions 0091 and 0102. Of each, why it is left out where the other is trained:"""
+ALL_WEIGHTS = "all weights are trained: ddp-zero1 holds less than ddp does, and sends as much"
 ADAPTERS = "adapters are trained: their states are too small to be shared, and ddp sends less"
 
-_ONE_KIND = (*_ORDERED, *FOR_ADAPTERS, *FOR_ALL_WEIGHTS)
-SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in _ONE_KIND))
+REPLICAS = (*FOR_ADAPTERS, *FOR_ALL_WEIGHTS)
+SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, *REPLICAS)))
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)
@@ -186,8 +188,7 @@ def _shapes(world_size: int, gpus_per_node: int, *, adapters: bool) -> list[Part
     groups = [by_node, {**by_node, "reshard": False}] if 1 < gpus_per_node < world_size else []
     nodes = world_size // gpus_per_node
     pipelines = [{"engine": "pipeline", "pipeline": p} for p in PIPELINES if nodes % p == 0]
-    replicas = FOR_ADAPTERS if adapters else FOR_ALL_WEIGHTS
-    replicas = replicas if world_size > 1 else ()
+    replicas = () if world_size == 1 else FOR_ADAPTERS if adapters else FOR_ALL_WEIGHTS
     return [*replicas, *SHAPES, *groups, *parallel, *pipelines]
 
 

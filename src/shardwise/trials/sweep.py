@@ -12,13 +12,7 @@ from shardwise.engines import ENGINES, parts_of
 from shardwise.errors import JobError
 from shardwise.job.schema import Job, StrategySpec
 from shardwise.job.strategies import NAMED, Parts
-from shardwise.space.candidates import (
-    FOR_ADAPTERS,
-    FOR_ALL_WEIGHTS,
-    SHAPES,
-    TENSOR_PARALLEL,
-    TENSOR_PARALLEL_STAGES,
-)
+from shardwise.space.candidates import REPLICAS, SHAPES, TENSOR_PARALLEL, TENSOR_PARALLEL_STAGES
 from shardwise.strategy import Strategy
 
 ALL = "all"
@@ -61,8 +55,7 @@ def shapes(world_size: int) -> dict[str, Parts]:
         if world_size % degree == 0
         for stage in TENSOR_PARALLEL_STAGES
     ]
-    every = (*FOR_ADAPTERS, *FOR_ALL_WEIGHTS, *SHAPES, *parallel)
-    return {Strategy(**parts).name: dict(parts) for parts in every}
+    return {Strategy(**parts).name: dict(parts) for parts in (*REPLICAS, *SHAPES, *parallel)}
 
 
 def chosen_names(text: str, world_size: int) -> list[str]:

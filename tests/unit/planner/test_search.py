@@ -67,7 +67,7 @@ def faster(option, factor: float, **parts):
 @pytest.mark.parametrize(
     ("parts", "lead", "wins"),
     [
-        # measured where they wait for the host: zero3 offload 14.3 %, zero2 19.6 %
+        # measured where they wait for the host: zero3 offload 14.3 %, zero2 19.3 %
         ({"stage": 3, "offload_optimizer": "cpu"}, 1.19, False),
         ({"stage": 3, "offload_optimizer": "cpu"}, 1.21, True),
         ({"stage": 2, "offload_optimizer": "cpu"}, 1.11, False),  # its own rows: 2.6 %

@@ -3,7 +3,7 @@
 from shardwise.engines.ddp.memory import AdapterMemory, DdpMemory, sums_once
 from shardwise.engines.ddp.time import AdapterSchedule, DdpSchedule
 from shardwise.engines.descriptor import EngineSpec
-from shardwise.engines.facts import Rule, no_offload
+from shardwise.engines.facts import Rule, no_offload, several_processes
 from shardwise.engines.fsdp2.spec import TORCH
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.engine import EngineMemory
@@ -19,22 +19,12 @@ class Ddp(EngineSpec):
     memories, schedules = (DdpMemory,), (DdpSchedule,)
     of_torch = "PyTorch's DDP"
     runtime = "shardwise.engines.ddp.runtime:DdpEngine"
-    only_adapters = keeps_fp32 = compresses_gradients = True
+    only_for = "adapters"
+    keeps_fp32 = compresses_gradients = True
     accelerate_type = "MULTI_GPU"
     rules = (
-        Rule(
-            name="ddp-is-several-processes",
-            broken=lambda f: f.world_size == 1,
-            reason="with one process there are no replicas",
-            where="strategy.engine",
-            fix="strategy: single",
-            source="shardwise.engines.ddp.runtime",
-        ),
-        no_offload(
-            "ddp",
-            "DistributedDataParallel",
-            fix="strategy: zero2-offload, or zero3-offload for the weights, too",
-        ),
+        several_processes("ddp"),
+        no_offload("ddp", "DistributedDataParallel"),
         Rule(
             name="powersgd-and-fp16",
             broken=lambda f: f.strategy.powersgd > 0 and f.strategy.precision == "fp16",

@@ -9,7 +9,7 @@ from shardwise.simulate.memory.engine import fill
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
-from shardwise.strategy import Strategy
+from shardwise.strategy import Precision, Strategy
 
 Key = TypeVar("Key")
 
@@ -45,6 +45,13 @@ def overlaps(strategy: Strategy) -> bool:
     return strategy.accumulation == 1
 
 
+def formats(item: int, strategy: Strategy) -> tuple[Precision, Precision]:
+    """In which gradients of weights of `item` bytes are added up, and sent."""
+    kept = item == FP32 and strategy.precision != "fp32"  # in fp32 among others
+    sent = "fp32" if kept else strategy.reduced_in(strategy.precision)
+    return sent if overlaps(strategy) else "fp32", sent
+
+
 class _Bucket(NamedTuple):
     numels: list[int]
     part: int  # Elements that a rank steps
@@ -66,9 +73,7 @@ class DdpZero1Memory(SingleMemory):
     def _bucket(self, indices: list[int]) -> _Bucket:
         numels = [self._trace.parameters[index].numel for index in indices]
         item = self._trace.parameters[indices[0]].item_bytes
-        alone = item == FP32 and self._mixed
-        sent = FP32 if alone else ITEM_BYTES[self._strategy.reduced_in(self._strategy.precision)]
-        sums = sent if overlaps(self._strategy) else FP32
+        sums, sent = (ITEM_BYTES[one] for one in formats(item, self._strategy))
         return _Bucket(numels, part_of(numels, self._ranks), item, sums, sent)
 
     def build(self, memory: GpuMemory) -> None:

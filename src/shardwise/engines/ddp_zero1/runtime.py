@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.ddp_zero1.memory import aligned, buckets_of, overlaps, part_of
+from shardwise.engines.ddp_zero1.memory import aligned, buckets_of, formats, overlaps, part_of
 from shardwise.engines.runtime.adamw import Stage
 from shardwise.engines.runtime.base import all_gather, reduce_scatter
 from shardwise.engines.runtime.parameters import Fill, trainable
@@ -111,10 +111,8 @@ class DdpZero1Engine(SingleEngine):
         return self._masters, ()
 
     def _bucket(self, weights: Mapping[str, nn.Parameter]) -> Bucket:
-        dtype, precision = next(iter(weights.values())).dtype, self._strategy.precision
-        alone = dtype == torch.float32 and precision != "fp32"  # kept in fp32 among others
-        sent = dtype if alone else DTYPES[self._strategy.reduced_in(precision)]
-        sums = sent if overlaps(self._strategy) else torch.float32
+        item = next(iter(weights.values())).dtype.itemsize
+        sums, sent = (DTYPES[one] for one in formats(item, self._strategy))
         return Bucket(weights, self.world, sums=sums, sent=sent)
 
     def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from shardwise.engines.ddp_zero1.memory import DdpZero1Memory
 from shardwise.engines.ddp_zero1.time import DdpZero1Schedule
 from shardwise.engines.descriptor import EngineSpec, Shards
-from shardwise.engines.facts import Rule, no_offload
+from shardwise.engines.facts import no_offload, several_processes
 from shardwise.errors import JobError
 from shardwise.strategy import Strategy
 
@@ -14,20 +14,9 @@ class DdpZero1(EngineSpec):
     name = "ddp-zero1"
     memories, schedules = (DdpZero1Memory,), (DdpZero1Schedule,)
     runtime = "shardwise.engines.ddp_zero1.runtime:DdpZero1Engine"
+    only_for = "all weights"
     keeps_fp32 = True
-    rules = (
-        Rule(
-            name="ddp-zero1-is-several-processes",
-            broken=lambda f: f.world_size == 1,
-            reason="with one process there are no replicas",
-            where="strategy.engine",
-            fix="strategy: single",
-            source="shardwise.engines.ddp_zero1.runtime",
-        ),
-        no_offload(
-            "ddp-zero1", "ddp-zero1", fix="strategy: zero2-offload, or zero3-offload for the weights, too"
-        ),
-    )
+    rules = (several_processes("ddp-zero1"), no_offload("ddp-zero1", "ddp-zero1"))
 
     def shards(self, stage: int) -> Shards:
         return Shards(optimizer=True)

@@ -1,6 +1,6 @@
 """Time of replicas that share the optimizer's state: engines/ddp_zero1/runtime.py."""
 
-from shardwise.engines.ddp_zero1.memory import BUCKET, overlaps
+from shardwise.engines.ddp_zero1.memory import BUCKET, formats, overlaps
 from shardwise.engines.single.time import SingleSchedule
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
@@ -15,8 +15,8 @@ class DdpZero1Schedule(SingleSchedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.sent = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
-        self.stay, self.summed = True, self.sent if overlaps(strategy) else FP32
+        self.stay = True
+        self.summed, self.sent = (ITEM_BYTES[one] for one in formats(self.item, strategy))
         self.waiting = 0.0  # Elements of the bucket that is being filled
 
     def completed(self, segment: Segment) -> None:

@@ -40,7 +40,7 @@ _ALIVE: WeakSet["RecordedPasses"] = WeakSet()
 
 
 def forget() -> None:
-    """Free all graphs. NCCL waits for those with collectives before it leaves a group (init.cc)."""
+    """Free all graphs: NCCL leaves no group while one holds its collectives (init.cc: commDestroySync)."""
     for passes in _ALIVE:
         passes.graphs.clear()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,8 +38,14 @@ class SingleEngine(TorchEngine):
         recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
         self._sums, self._gradients = sums, self._that_stay(recorded=recorded)
         if isinstance(objective, Objective) and recorded:
-            how: dict[str, Any] = {"separates": objective.separates(device), "end": self._end_passes}
-            self._recorded = RecordedPasses(self._loss, sums, device, self._gradients, **how)
+            self._recorded = RecordedPasses(
+                self._loss,
+                sums,
+                device,
+                self._gradients,
+                separates=objective.separates(device),
+                end=self._end_passes,
+            )
 
     def _end_passes(self) -> None:
         """After a backward pass that is recorded."""
