@@ -60,6 +60,9 @@ RECORDED = "2026-11-26T18:05"
 ALL_RECORDED = "2026-11-27T07:40"
 """Since then those of all weights are, too."""
 
+ALSO_RECORDED = "2026-11-29T21:50"
+"""Since then those of FSDP2, and of adapters under ZeRO-0, 1 and 2, are, too."""
+
 UNPACKED = "2026-11-28"
 """Since then INT8 codes are multiplied by a kernel of ours; before, by torch, which took longer."""
 
@@ -110,9 +113,16 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "gathers": strategy.get("stage") == 3 and date < GATHERED,
-        "passes": engine == "single" and date < (RECORDED if lora else ALL_RECORDED),
+        "passes": date < _recorded_since(str(engine), lora=lora),
     }
     return frozenset(name for name, other in others.items() if other)
+
+
+def _recorded_since(engine: str, *, lora: bool) -> str:
+    """When an engine began to record passes that it records today."""
+    if engine == "single":
+        return RECORDED if lora else ALL_RECORDED
+    return ALSO_RECORDED if engine == "fsdp2" or (engine == "deepspeed" and lora) else ""
 
 
 def mixed(measured: Mapping[str, Any]) -> bool:

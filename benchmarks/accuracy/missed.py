@@ -41,7 +41,6 @@ MISSED: dict[str, dict[str, str]] = {
         "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
         "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _TOO_SLOW,
-        "tinyllama-1.1b.2gpu.fsdp2.full.s2048.b4x4.ck0": _PACE,
         "llama-2-7b.4gpu.fsdp2.lora16.s2048.b2x2.ck2.cap16": _PACE,
     },
 }

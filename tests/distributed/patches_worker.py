@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import torch
 import torch.distributed as dist
 from engine_scenarios import DEEPSPEED, same, snapshot
 
-from shardwise.engines.deepspeed.runtime import engine
+from shardwise.data.batch import MicroBatch
+from shardwise.engines.deepspeed.runtime import adapters, engine
 from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
 
@@ -105,6 +108,57 @@ def gathers(place: str) -> None:
     if world.rank == 0:
         equal = found[0][0] == found[1][0] and same(found[0][1], found[1][1])
         (Path(place) / "gathers.json").write_text(json.dumps({"same": equal}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class UsualPasses:
+    """In the place of recorded passes, which need a GPU: the same passes, issued one by one."""
+
+    def __init__(
+        self,
+        loss: Callable[[MicroBatch], torch.Tensor],
+        masters: Sequence[torch.Tensor],
+        device: torch.device,
+        gradients: Sequence[torch.Tensor],
+        *,
+        separates: bool,
+    ) -> None:
+        self._loss, self._masters, self._gradients = loss, masters, gradients
+        self.place = nullcontext
+
+    def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        (micro_batch,) = micro_batches
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient.zero_()
+        loss = self._loss(micro_batch)
+        (loss * factor).backward()
+        return loss.detach()
+
+
+def hands_over(place: str) -> None:
+    """Two engines of each stage: DeepSpeed's backward pass, and one over gradients that are known."""
+    world = w.join()
+    found = {}
+    for name in ("zero0", "zero1", "zero2"):
+        for accumulation in (1, 2):
+            strategy = w.fitted(DEEPSPEED[name], world, accumulation)
+            strategy = replace(strategy, precision="bf16")
+            ended = []
+            for recorded in (False, True):
+                objective = {"side_effect": lambda module, *_, r=recorded: module if r else None}
+                usual = patch.object(adapters, "RecordedPasses", UsualPasses)
+                with patch.object(engine, "recordable", **objective), usual:
+                    one = w.engine_for(strategy, world, model=w.mamba, lora=True)
+                assert (one._adapters is not None) == recorded
+                steps = w.train(one, strategy, range(3))
+                numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
+                ended.append((numbers, snapshot(one), one.evaluate(w.rows(0)).item()))
+            (losses, before, held_out), (ours, after, ours_held_out) = ended
+            equal = losses == ours and same(before, after) and held_out == ours_held_out
+            found[f"{name} x{accumulation}"] = equal
+    if world.rank == 0:
+        (Path(place) / "hands_over.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

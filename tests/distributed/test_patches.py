@@ -31,3 +31,9 @@ def test_optimizers_use_what_replaces_their_functions(tmp_path) -> None:
 def test_parameters_that_are_gathered_in_place_train_to_the_same_bits(tmp_path) -> None:
     run_set("patches_worker:gathers", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
     assert json.loads((tmp_path / "gathers.json").read_text()) == {"same": True}
+
+
+def test_adapters_whose_gradients_are_handed_over_train_to_the_same_bits(tmp_path) -> None:
+    run_set("patches_worker:hands_over", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
+    found = json.loads((tmp_path / "hands_over.json").read_text())
+    assert found == {f"zero{stage} x{count}": True for stage in range(3) for count in (1, 2)}

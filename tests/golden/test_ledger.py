@@ -182,10 +182,9 @@ def test_the_plans_choice_is_within_3_percent_of_the_fastest(predict: ModuleType
 
 @pytest.mark.usefixtures("one_process")
 def test_on_smaller_cards_the_choice_runs(predict: ModuleType) -> None:
-    """A choice that has changed since four GPUs were measured says so on the page."""
-    measured = [one for one in _chosen(predict, "REHEARSALS") if one.measured is not None]
-    assert len(measured) >= 4
-    assert [str(one.job) for one in measured if one.measured["error"]] == []
+    """Of the others the page says that they have changed since four GPUs were measured."""
+    found = _chosen(predict, "REHEARSALS")
+    assert [str(one.job) for one in found if one.measured is None or one.measured["error"]] == []
 
 
 @pytest.mark.parametrize(

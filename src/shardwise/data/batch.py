@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 IGNORED = -100  # label of a position that predicts nothing
+
+
+class Layout(NamedTuple):
+    """What a CUDA graph of packed rows depends on, besides their shape."""
+
+    borders: int  # Of segments, the first and the last included
+    longest: int  # Tokens of the longest segment
+    single_segment_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +37,8 @@ class MicroBatch:
     max_seqlen: int  # tokens in the longest segment
     single_segment_rows: int = 0
     """Number of rows, from the first on, that are known to be one segment without padding."""
+    common: Layout | None = None
+    """One for all ranks, of what they compute at the same time; None: of this alone."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to a device, asynchronously where the memory is pinned."""
@@ -48,8 +58,9 @@ class MicroBatch:
     def on_meta(cls, rows: int, length: int, *, single_segment_rows: int) -> MicroBatch:
         """Make a batch without values, each row one segment of `length` tokens, for the tracer."""
         names, empty = ("input_ids", "labels", "position_ids"), partial(torch.empty, device="meta")
+        tensors: dict[str, Any] = {name: empty(rows, length, dtype=torch.int64) for name in names}
         return cls(
-            **{name: empty(rows, length, dtype=torch.int64) for name in names},
+            **tensors,
             cu_seqlens=empty(rows + 1, dtype=torch.int32),
             max_seqlen=length,
             single_segment_rows=single_segment_rows,

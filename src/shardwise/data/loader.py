@@ -10,14 +10,16 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
+from shardwise.data.batch import IGNORED, Layout, MicroBatch, StepBatch
 from shardwise.data.cache import TokenDataset
 from shardwise.data.packing import Indices, Rows, deal, rows_of_epoch
 from shardwise.errors import DataError, JobError
@@ -126,15 +128,26 @@ class BatchStream(_Stream, Iterator[StepBatch]):
         members = np.concatenate(rows)
         if self.packing:
             rows = deal(rows, self.dataset.lengths, ranks=self.data_size, micro_batch=self.micro_batch)
-        size = self.micro_batch
-        starts = range(self.data_rank * size, self.global_batch, self.data_size * size)
+        micro_batches = []
+        for start in range(0, self.global_batch, self.data_size * self.micro_batch):
+            ends = range(start, start + (self.data_size + 1) * self.micro_batch, self.micro_batch)
+            at_once = [rows[first:end] for first, end in pairwise(ends)]
+            own = self._assemble(at_once[self.data_rank])
+            micro_batches.append(replace(own, common=self._common(at_once)) if self.packing else own)
         batch = StepBatch(
-            micro_batches=[self._assemble(rows[start : start + size]) for start in starts],
+            micro_batches=micro_batches,
             target_tokens=int(self.dataset.targets[members].sum(dtype=np.int64)),
             tokens=int(self.dataset.lengths[members].sum(dtype=np.int64)),
             epoch=first.epoch,
         )
         return batch, self._produced
+
+    def _common(self, at_once: Sequence[Sequence[Indices]]) -> Layout:
+        """Of all ranks' micro-batches: a graph with collectives is to be the same on all of them."""
+        lengths, width = self.dataset.lengths, self.sequence_length
+        found = [layout([lengths[row] for row in rows], width) for rows in at_once]
+        borders, longest, single = zip(*found, strict=True)
+        return Layout(max(borders), max(longest), min(single))
 
     def _take(self, position: Position, count: int) -> tuple[list[Indices], Position]:
         taken: list[Indices] = []
@@ -177,6 +190,15 @@ class EvalStream(_Stream):
             first = (number * self.data_size + self.data_rank) * self.micro_batch
             rows = range(first, first + self.micro_batch)
             yield self._assemble([self._plan[row] if row < len(self._plan) else empty for row in rows])
+
+
+def layout(rows: Sequence[npt.NDArray[Any]], width: int) -> Layout:
+    """That of a micro-batch whose rows of `width` tokens have samples of these lengths (`assemble`)."""
+    padding = [width - int(row.sum()) for row in rows]
+    borders = 1 + sum(len(row) + (left > 0) for row, left in zip(rows, padding, strict=True))
+    longest = max(*padding, *(int(row.max(initial=0)) for row in rows))
+    alone = [len(row) == 1 and not left for row, left in zip(rows, padding, strict=True)]
+    return Layout(borders, longest, [*alone, False].index(False))
 
 
 def assemble(

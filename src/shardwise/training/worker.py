@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _work(spec: LaunchSpec) -> None:
     import torch.distributed as dist
 
-    from shardwise.engines.single.recorded import forget
+    from shardwise.engines.runtime.recorded import forget
     from shardwise.training.run import run
 
     try:

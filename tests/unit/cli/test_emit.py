@@ -472,7 +472,7 @@ def test_the_best_strategy_that_the_launcher_starts_is_taken(
     for launcher in ("torchrun", "deepspeed"):
         assert main(["emit", "job.yaml", "--gpus", "2xH100", "--to", launcher, "--out", launcher]) == 0
     said = "".join(capsys.readouterr())
-    assert "--to deepspeed does not start ddp, the plan's choice: zero0" in said
+    assert "--to deepspeed does not start ddp, the plan's choice: zero2" in said
     assert not (tmp_path / "torchrun" / "deepspeed.json").exists()
     assert (tmp_path / "deepspeed" / "deepspeed.json").exists()
     tight = ["--gpus", "4x24GB", "--set", "model.source=meta-llama/Llama-3.1-8B"]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.data.batch import IGNORED, MicroBatch, StepBatch
+from shardwise.data.batch import IGNORED, Layout, MicroBatch, StepBatch
 from shardwise.data.cache import TokenDataset
 from shardwise.data.loader import BatchStream, EvalStream, assemble
+from shardwise.engines.runtime.recorded import padded
 from shardwise.errors import DataError, JobError
 
 LENGTHS = np.random.default_rng(3).integers(2, 65, 83).tolist()
@@ -50,6 +51,24 @@ def rows(batch: StepBatch) -> list[list[int]]:
 
 def targets(micros: list[MicroBatch]) -> int:
     return sum(int((micro.labels != IGNORED).sum()) for micro in micros)
+
+
+def test_ranks_know_what_fits_the_micro_batches_of_all_of_them(dataset: TokenDataset) -> None:
+    """Their own counts are those of `layout`, which sees lengths only, and graphs are of one kind."""
+    loaders = [stream(dataset, data_rank=rank, data_size=4, micro_batch=1) for rank in range(4)]
+    kinds, differ = set(), 0
+    for _ in range(12):
+        for at_once in zip(*(next(loader).micro_batches for loader in loaders), strict=True):
+            own = [Layout(len(one.cu_seqlens), one.max_seqlen, one.single_segment_rows) for one in at_once]
+            borders, longest, single = zip(*own, strict=True)
+            common = Layout(max(borders), max(longest), min(single))
+            assert [one.common for one in at_once] == [common] * 4
+            graphs = {(len(one.cu_seqlens), one.max_seqlen) for one in map(padded, at_once)}
+            assert len(graphs) == 1
+            kinds |= graphs
+            differ += len(set(own)) > 1
+    assert differ > 6
+    assert all(one.common is None for one in next(stream(dataset, packing=False)).micro_batches)
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -77,6 +77,18 @@ def in_place() -> Any:
     return parameter.all_gather_coalesced
 
 
+def ordered() -> Any:
+    optimizer = bare(ZERO12)
+    patches.order_streams(optimizer, SimpleNamespace())
+    return optimizer
+
+
+def viewed() -> Any:
+    optimizer = bare(ZERO12)
+    patches.keep_views(optimizer)
+    return optimizer
+
+
 def without_check() -> Any:
     hook = torch.nn.Linear(1, 1).register_forward_pre_hook(lambda *_: None)
     engine = bare(ENGINE, first_dataloader_check=hook)
@@ -89,6 +101,8 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joint(2, ZERO12), ZERO12, "check_overflow"),
     (lambda: joint(2, ZERO12), ZERO12, "scaled_global_norm"),
     (lambda: joint(2, ZERO12), ZERO12, "step"),
+    (viewed, ZERO12, "_update_model_bit16_weights"),
+    (ordered, ZERO12, "independent_gradient_partition_epilogue"),
     (lambda: joint(3, ZERO3), ZERO3, "get_grad_norm_direct"),
     (lambda: joint(3, ZERO3), ZERO3, "_get_norm_groups"),
     (lambda: joint(3, ZERO3), ZERO3, "step"),

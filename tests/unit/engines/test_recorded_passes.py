@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.data.batch import MicroBatch
-from shardwise.engines.single.recorded import LEAST_BORDERS, padded
+from shardwise.data.batch import Layout, MicroBatch
+from shardwise.engines.runtime.recorded import LEAST_BORDERS, padded
 
 
 def batch(*borders: int, **changes: Any) -> MicroBatch:
@@ -34,6 +35,16 @@ def test_lengths_of_the_longest_segment_are_few_and_none_is_longer_than_a_row() 
     assert lengths == {2000}
     lengths = {padded(batch(0, n, 2 * n, 3 * n, 4000)).max_seqlen for n in range(700, 1001, 10)}
     assert lengths == {1024, 2000}
+
+
+def test_a_micro_batch_gets_the_kind_that_fits_all_ranks() -> None:
+    own = batch(0, 100, 200, 4000, single_segment_rows=0)
+    common = Layout(borders=20, longest=2000, single_segment_rows=1)
+    found = padded(replace(own, common=common))
+    assert (len(found.cu_seqlens), found.max_seqlen, found.single_segment_rows) == (32, 2000, 1)
+    assert found.cu_seqlens[:4].equal(own.cu_seqlens)
+    found = padded(replace(own, common=common._replace(longest=900)), separates=False)
+    assert (found.max_seqlen, found.single_segment_rows) == (1024, 0)
 
 
 def test_rows_of_one_segment_keep_their_length() -> None:

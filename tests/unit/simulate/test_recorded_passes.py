@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shardwise.engines import descriptor
-from shardwise.engines.single.memory import SEED, TOKENS
+from shardwise.engines.deepspeed.policy import records
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.memory.allocator import MIN_BLOCK_BYTES, CachingAllocator
+from shardwise.simulate.memory.recorded import SEED, TOKENS
 from shardwise.simulate.prediction import Memory, Time
 from shardwise.simulate.step_trace import (
     ACTIVATION,
@@ -27,8 +29,10 @@ from shardwise.simulate.time.step import predict_time
 from shardwise.strategy import Strategy
 
 MIB = 1024**2
-H100 = parse_hardware("1xH100")
+H100, TWO = parse_hardware("1xH100"), parse_hardware("2xH100")
 SINGLE = Strategy(engine="single", precision="bf16")
+FSDP2 = Strategy(engine="fsdp2", precision="bf16", data_parallel=2)
+ZERO2 = replace(FSDP2, engine="deepspeed", stage=2)
 
 
 @pytest.fixture
@@ -51,11 +55,13 @@ def with_gradients(trace: StepTrace) -> StepTrace:
 
 
 def memory(trace: StepTrace, strategy: Strategy = SINGLE) -> Memory:
-    return descriptor(strategy).peak_memory(trace, strategy, H100, capacity_bytes=1 << 50)
+    hardware = TWO if strategy.world_size > 1 else H100
+    return descriptor(strategy).peak_memory(trace, strategy, hardware, capacity_bytes=1 << 50)
 
 
 def time(trace: StepTrace, strategy: Strategy = SINGLE) -> Time:
-    return predict_time(trace, strategy, H100, descriptor(strategy).play(trace, strategy, H100))
+    hardware = TWO if strategy.world_size > 1 else H100
+    return predict_time(trace, strategy, hardware, descriptor(strategy).play(trace, strategy, hardware))
 
 
 def test_the_host_issues_one_call_a_micro_batch(adapters: StepTrace) -> None:
@@ -122,8 +128,79 @@ def test_pages_of_the_passes_stay_and_those_of_the_construction_do_not() -> None
     allocator.give(allocator.take(100 * MIB))
     assert allocator.reserved_bytes == 100 * MIB
     allocator.empty_cache()
-    allocator.passes = 1
+    allocator.passes, allocator.private = 1, {1, 4}
     allocator.give(allocator.take(60 * MIB, 1))
     allocator.give(allocator.take(40 * MIB))
     allocator.empty_cache()
     assert allocator.reserved_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize("strategy", [FSDP2, replace(FSDP2, accumulation=3)])
+def test_fsdp2_issues_a_graph_for_each_micro_batch(adapters: StepTrace, strategy: Strategy) -> None:
+    usual, recorded = time(replace(adapters, one_shape=False), strategy), time(adapters, strategy)
+    graphs = strategy.accumulation * Host().seconds("graph")
+    assert recorded.launch_seconds == pytest.approx(Host().seconds("step") + graphs)
+    assert usual.launch_seconds > strategy.accumulation * 64 * Host().seconds("fsdp_unit")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reshard": False, "accumulation": 2},
+        {"shard_group": 2, "data_parallel": 4, "accumulation": 2},
+        {"offload_parameters": "cpu", "offload_optimizer": "cpu"},
+    ],
+    ids=["gathered once a step", "summed over groups once a step", "offloaded"],
+)
+def test_fsdp2_records_no_micro_batches_that_differ(adapters: StepTrace, change: dict[str, Any]) -> None:
+    strategy = replace(FSDP2, **change)
+    usual = replace(adapters, one_shape=False)
+    assert memory(adapters, strategy) == memory(usual, strategy)
+    assert time(adapters, strategy) == time(usual, strategy)
+
+
+def test_fsdp2_adds_micro_batches_to_gradients_that_are_allocated_once(layers) -> None:
+    """And sums of a step with one micro-batch are made where its activations were."""
+    trace = replace(with_gradients(layers(blocks=8, width=1024, tokens=256)), one_shape=True)
+    shards = FP32 * sum(parameter.numel for parameter in trace.parameters) // 2
+    first = [
+        next(m.allocated_bytes for m in memory(trace, strategy).timeline if m.where == "block 0 forward")
+        for strategy in (FSDP2, replace(FSDP2, accumulation=2))
+    ]
+    tokens = 3 * 8 * trace.tokens  # of one micro-batch more
+    assert first[1] - first[0] == pytest.approx(shards + tokens, rel=0.01)
+
+
+def test_a_single_process_copies_its_shards_once(layers) -> None:
+    trace = replace(layers(blocks=4, width=8192, tokens=256, trainable=False), one_shape=True)
+    alone = replace(FSDP2, data_parallel=1)
+    more = time(trace, alone).compute_seconds - time(trace).compute_seconds
+    once = 2 * sum(parameter.size_bytes for parameter in trace.parameters) / H100.gpu.memory_bytes_per_second
+    assert 2 * once < more < 2.5 * once, "in both passes"
+
+
+def test_hooks_of_adapters_run_while_the_gpu_computes(layers) -> None:
+    trace = replace(with_gradients(layers(blocks=64, width=512, tokens=16384)), one_shape=True)
+    frozen = [replace(p, trainable=index % 8 == 0) for index, p in enumerate(trace.parameters)]
+    trace = replace(trace, parameters=tuple(frozen))
+    usual, recorded = time(replace(trace, one_shape=False), ZERO2), time(trace, ZERO2)
+    hooks = len(trace.trainable) * Host().seconds("zero_hook")
+    rest = Host().seconds("step") + Host().seconds("graph")
+    assert recorded.launch_seconds == pytest.approx(rest + hooks, rel=0.05)
+    assert recorded.step_seconds < usual.step_seconds
+
+
+@pytest.mark.parametrize("strategy", [replace(ZERO2, stage=0), replace(ZERO2, stage=1), ZERO2])
+def test_zero_gets_the_gradients_of_adapters_from_sums(adapters: StepTrace, strategy: Strategy) -> None:
+    usual, recorded = (memory(replace(adapters, one_shape=alike), strategy) for alike in (False, True))
+    sums = sum(adapters.parameters[index].size_bytes for index in adapters.trainable)
+    more = recorded.peak_allocated_bytes - usual.peak_allocated_bytes
+    assert sums + TOKENS * adapters.tokens - 32 * MIB <= more <= 3 * sums + TOKENS * adapters.tokens + MIB
+
+
+@pytest.mark.parametrize(
+    "change", [{"stage": 3}, {"offload_optimizer": "cpu"}, {"precision": "fp16"}, {"tensor_parallel": 2}]
+)
+def test_zero_records_nothing_else(change: dict[str, Any]) -> None:
+    assert records(ZERO2)
+    assert not records(replace(ZERO2, **change))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.engines.single.memory import own_pool
 from shardwise.errors import JobError
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.target import HOPPER
 from shardwise.models.catalog import shapes
 from shardwise.models.own_attention import _falcon_heads
+from shardwise.simulate.memory.recorded import own_pool
 from shardwise.trace.recorder import Recorder
 from shardwise.trace.trace import Tracer
 

@@ -107,7 +107,7 @@ class DdpZero1Engine(SingleEngine):
                 totals.append(add_to(total, weights[name]))
                 if overlaps(self._strategy):
                     weights[name].register_post_accumulate_grad_hook(self._completing(bucket))
-        self._record(totals)
+        self._record_into(totals)
         return self._masters, ()
 
     def _bucket(self, weights: Mapping[str, nn.Parameter]) -> Bucket:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
 from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
-from shardwise.simulate.step_trace import StepTrace
+from shardwise.simulate.memory.recorded import has_adapters, own_pool
+from shardwise.simulate.step_trace import StepTrace, fp32_parameters
 from shardwise.strategy import Strategy
 
 T = TypeVar("T")  # What is gathered: a parameter in memory, a unit in time
@@ -30,6 +31,21 @@ def live_limit(strategy: Strategy) -> int:
 def joins(strategy: Strategy) -> bool:
     """Whether parameters are gathered in one buffer and copied out, as DeepSpeed does (runtime/zero3.py)."""
     return strategy.quantized_weights or strategy.offload_parameters == "nvme"
+
+
+def records(strategy: Strategy) -> bool:
+    """Whether passes of adapters are recorded (runtime/adapters.py).
+
+    Not in fp16: gradients that are known beforehand would miss its loss scale.
+    """
+    alone = strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
+    return strategy.stage < 3 and strategy.precision == "bf16" and alone
+
+
+def records_adapters(trace: StepTrace, strategy: Strategy) -> bool:
+    """The same of a trace, whose trained parameters have one format."""
+    alone = own_pool(trace) and has_adapters(trace) and records(strategy)
+    return alone and not fp32_parameters(trace, strategy.precision).intersection(trace.trainable)
 
 
 def look_ahead(

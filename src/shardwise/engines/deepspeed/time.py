@@ -6,6 +6,7 @@ kernels around a collective, whose functions stand in parentheses: `elements` ar
 """
 
 from collections import deque
+from dataclasses import replace
 
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
@@ -23,7 +24,7 @@ from shardwise.simulate.time.schedule import (
     nvme_seconds,
     pageable_seconds,
 )
-from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.segments import Segment, handed_over, issued_at_once
 from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
 
@@ -36,13 +37,34 @@ def collective(item: int, elements: float, *, ranks: int) -> float:
     return copied(item) * elements if ranks > 1 else 0.0
 
 
-class Zero0(Schedule):
+class _Zero(Schedule):
+    """If passes of adapters are recorded, the hooks of their gradients run in a last segment."""
+
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.recorded = False
+        if policy.records_adapters(trace, strategy):
+            self.recorded = not trace.host_waits
+            self.segments = [*map(self._without_hooks, self.segments), handed_over(self.trace)]
+
+    def _without_hooks(self, segment: Segment) -> Segment:
+        segment = replace(segment, gradients=(), learned=0.0)
+        return issued_at_once(segment) if self.recorded else segment
+
+    def begin_pass(self) -> None:
+        """The host issues a graph with one call."""
+        if self.recorded:
+            self.streams.issue(self.host.seconds("graph"))
+
+
+class Zero0(_Zero):
     """Stage 0: full gradients in the computation's format, reduced when the last pass is over.
 
     engine.buffered_allreduce_fallback and runtime/fp16/unfused_optimizer.py.
     """
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
+        self.begin_pass()
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment)
@@ -77,7 +99,7 @@ class Zero0(Schedule):
             streams.move(converted(FP32, self.item) * elements, "foreach_copy")
 
 
-class _Buckets(Schedule):
+class _Buckets(_Zero):
     """Gradients are copied into a bucket; a full one is reduced while the backward pass continues."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
@@ -178,6 +200,7 @@ class Zero12(_Buckets):
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         reduces = policy.reduces(self.strategy, last=last)
+        self.begin_pass()
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment, issue=hooks * self.host.seconds("zero_hook"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.memory.recorded import enter_pool, own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, Parameter, StepTrace
 from shardwise.strategy import Strategy
 
@@ -30,12 +31,18 @@ def released(strategy: Strategy, *, backward: bool, last: bool) -> bool:
     return strategy.reshard or (backward and last)
 
 
+def records(strategy: Strategy) -> bool:
+    """Whether all micro-batches of a step are alike on the GPU alone, so that one's passes serve for all."""
+    alike = strategy.accumulation == 1 or (strategy.reshard and not strategy.shard_group)
+    return alike and strategy.offload_parameters == "none"
+
+
 INT64 = 8
 
-COPY_IN, REDUCE, REPLICAS = 1, 2, 3
+COPY_IN, REDUCE, REPLICAS = 3, 4, 5
 """Streams with memory of their own (FSDPCommContext): gathered buffers are allocated on the copy-in stream,
 reduced gradients on the reduce-scatter stream, HSDP's in another format on the all-reduce stream; everything
-else on the default one, 0."""
+else on that of the passes."""
 
 CHUNK_CAT_BLOCK_BYTES = 16 * 128
 CHUNK_CAT_VECTORS = 6
@@ -80,8 +87,9 @@ def shard_of(index: int, parameter: Parameter, world_size: int) -> Shard:
 class Group:
     """Memory of a block's parameters, or of those outside the blocks."""
 
-    def __init__(self, shards: list[Shard], strategy: Strategy) -> None:
-        self.shards = shards
+    def __init__(self, shards: list[Shard], strategy: Strategy, *, stay: bool) -> None:
+        """`stay`: gradients are added to sums that are allocated once."""
+        self.shards, self._stay = shards, stay
         self._world_size, self._grouped = strategy.sharers, strategy.shard_group > 0
         self._item = ITEM_BYTES[strategy.reduced_in("fp32")]  # Of gradients as they are summed over ranks
         self._in_flight: Block | None = None  # What was summed in that format (AllReduceState)
@@ -124,7 +132,7 @@ class Group:
             self._copy(memory)
             return None
         sizes = [self._world_size * shard.item_bytes * shard.numel for shard in self.shards]
-        self._gathered = [memory.take(BUFFERS, size) for size in sizes]
+        self._gathered = [memory.take_in_pass(BUFFERS, size) for size in sizes]
         output, self._output = self._output, None
         return output
 
@@ -134,14 +142,14 @@ class Group:
         for shard in self.shards:
             previous, cast = cast, None
             if self._offload:
-                loaded = memory.take(BUFFERS, shard.shard_bytes)
-                cast = memory.take(BUFFERS, shard.size_bytes) if shard.cast else loaded
+                loaded = memory.take_in_pass(BUFFERS, shard.shard_bytes)
+                cast = memory.take_in_pass(BUFFERS, shard.size_bytes) if shard.cast else loaded
                 if shard.cast:
                     memory.give(loaded)
             elif shard.cast:
-                cast = memory.take(BUFFERS, shard.size_bytes)
+                cast = memory.take_in_pass(BUFFERS, shard.size_bytes)
             memory.give(previous)
-            self._gathered.append(memory.take(BUFFERS, shard.size_bytes))
+            self._gathered.append(memory.take_in_pass(BUFFERS, shard.size_bytes))
         memory.give(cast)
 
     def reshard(self, memory: GpuMemory) -> None:
@@ -160,8 +168,8 @@ class Group:
         if not shards:
             return None
         numel = sum(shard.numel for shard in shards)
-        source = memory.take(BUFFERS, self._item * numel * self._world_size)
-        memory.scratch(BUFFERS, _chunk_cat_bytes(shards, self._item))
+        source = memory.take_in_pass(BUFFERS, self._item * numel * self._world_size)
+        memory.give(memory.take_in_pass(BUFFERS, _chunk_cat_bytes(shards, self._item)))
         blocks = [gradients[shard.index] for shard in shards]
         held = blocks.pop() if self._world_size > 1 else None  # by a loop's variable
         memory.give(*reversed(blocks))
@@ -175,7 +183,7 @@ class Group:
         if self._item != FP32:
             summed, reduced = reduced, memory.take(GRADIENTS, FP32 * numel, REDUCE)
             memory.give(summed)
-        if self._reduced is None and not self._offload:
+        if self._reduced is None and not self._offload and not self._stay:
             self._reduced = reduced
         else:
             memory.give(reduced)
@@ -237,7 +245,9 @@ class Fsdp2Memory(EngineMemory):
         self._strategy = strategy
         self._offload = strategy.offload_parameters == "cpu"
         shards = [shard_of(i, p, strategy.sharers) for i, p in enumerate(trace.parameters)]
-        groups = [Group([shards[i] for i in part], strategy) for part in trace.parts]
+        self._own_pool = own_pool(trace) and records(strategy)
+        self.sums_stay = records(strategy) and sums_stay(trace, strategy)
+        groups = [Group([shards[i] for i in part], strategy, stay=self.sums_stay) for part in trace.parts]
         self._blocks, self._root = groups[:-1], groups[-1]
         self._trained = [shard for shard in shards if shard.trainable]
         self._gradients: dict[int, Block] = {}
@@ -258,12 +268,16 @@ class Fsdp2Memory(EngineMemory):
         memory.give(held)
         if self._offload:
             memory.host_bytes += self._host_bytes()
+        for shard in self._trained if self.sums_stay else ():
+            memory.take(GRADIENTS, FP32 * shard.numel)
         for shard in [] if self._offload else self._trained:
             memory.take_adamw_state(shard.numel, self._strategy.optimizer)
         for _ in range(GUARDS):
             memory.take(OPTIMIZER, FP32)
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        if self._own_pool:
+            enter_pool(memory, self._trace, (COPY_IN, REDUCE, REPLICAS))
         self._in_backward, self._last = False, last
         self._await(memory, self._root)
 

@@ -4,11 +4,15 @@ Trainable parameters are fp32 shards, gathered in the computation's format. Grad
 ranks in fp32, or in `reduce_dtype`. The optimizer steps this rank's shards as plain tensors, with the code of
 the single engine. Frozen parameters (the base of LoRA) are shards in the computation's format.
 
+Passes are recorded as CUDA graphs, with their collectives, where all micro-batches of a step are alike
+(decision 0103).
+
 With `shard_group` (HSDP) each group of ranks shares a copy of its own: gathering stays within a group. Each
 micro-batch's gradients are summed within it, and over the groups once a step (decision 0045).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -21,13 +25,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
-from shardwise.engines.runtime.base import TorchEngine
+from shardwise.data.batch import MicroBatch
+from shardwise.engines.fsdp2.memory import records
+from shardwise.engines.runtime.base import TorchEngine, recordable
 from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, trainable
 from shardwise.engines.runtime.state import Part, parts_of
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.structure import DTYPES
 from shardwise.patch import Library, patch
+from shardwise.simulate.memory.recorded import gradients_stay
+
+RECORDS = TorchVersion("2.11")
+"""Since then pinned memory that a graph copies from is not used again (CachingHostAllocator.h): chunk_cat's
+lists of addresses."""
 
 
 @cache
@@ -47,6 +59,7 @@ class FsdpEngine(TorchEngine):
     """A module sharded block by block."""
 
     sharded = True
+    _stay = False  # Whether gradients are allocated once
 
     def _prepare(
         self, blocks: Sequence[nn.Module], fill: Fill
@@ -59,7 +72,19 @@ class FsdpEngine(TorchEngine):
         self._sharded: dict[str, DTensor] = trainable(self.module)  # type: ignore[assignment]
         self._shards = {name: p.to_local().detach() for name, p in self._sharded.items()}
         on_every_rank = self._fp32.trainable  # the first rank of each copy counts them
-        return {**self._shards, **on_every_rank}, on_every_rank if self.world.rank % sharers else ()
+        stepped = {**self._shards, **on_every_rank}
+        objective = recordable(self.module, self._strategy, self.world.device)
+        if objective is not None and records(self._strategy) and torch.__version__ >= RECORDS:
+            self._record(objective, [*stepped.values()], self._that_stay(stepped))
+        return stepped, on_every_rank if self.world.rank % sharers else ()
+
+    def _that_stay(self, stepped: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients that recorded passes add to, all or none; FSDP2 knows them, too."""
+        self._stay = gradients_stay(self._strategy, adapters=self._adapters())
+        stay = {name: torch.zeros_like(tensor) for name, tensor in stepped.items() if self._stay}
+        for name, p in self._sharded.items() if self._stay else ():
+            p.grad = _like(p, stay[name])
+        return [*stay.values()]
 
     def _begin(self, *, last: bool) -> None:
         if self._strategy.shard_group:
@@ -68,12 +93,33 @@ class FsdpEngine(TorchEngine):
             # All micro-batches use the gathered parameters, which are freed before the optimizer step.
             self._root.set_reshard_after_backward(last)
 
-    def _collect_gradients(self) -> None:
-        for name, p in self._sharded.items():
+    def _end_passes(self) -> None:
+        for name, p in () if self._stay else self._sharded.items():
             if isinstance(p.grad, DTensor):
                 self._shards[name].grad = p.grad.to_local()
             p.grad = None
+
+    def _collect_gradients(self) -> None:
+        if self._recorded is None:
+            self._end_passes()
         self._fp32.reduce()
+
+    @contextmanager
+    def apart(self) -> Iterator[nn.Module]:
+        with super().apart() as module:
+            yield module
+        if self._recorded is not None:
+            self._reshard()
+
+    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
+        found = super().evaluate(micro_batch, at)
+        if self._recorded is not None:
+            self._reshard()
+        return found
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        self._reshard()
 
     def _parts(self) -> dict[str, Part]:
         parts = parts_of(self._fp32.trainable)
@@ -84,26 +130,19 @@ class FsdpEngine(TorchEngine):
             parts[name] = Part(shape, begin=first * prod(shape[1:]))
         return parts
 
-    def load(self, directory: Path) -> None:
-        super().load(directory)
-        self._reshard()
-
     @torch.no_grad()
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         dtype = DTYPES[self._strategy.precision]
         self._reshard()
         for name, p in chosen(self.module.named_parameters(), names).items():
             assert isinstance(p, DTensor)
-            shard = p.to_local().to(self.world.device, dtype)
-            full = DTensor.from_local(
-                shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            ).full_tensor()
+            full = _like(p, p.to_local().to(self.world.device, dtype)).full_tensor()
             yield name, full.cpu() if self.world.rank == 0 else torch.empty(0)
         for name, tensor in chosen(self._fp32.tensors.items(), names).items():
             yield name, tensor.detach().cpu() if self.world.rank == 0 else torch.empty(0)
 
     def _reshard(self) -> None:
-        """Free parameters that an evaluation left gathered."""
+        """Free what forward passes alone leave gathered: a recorded pass would not know of it."""
         for part in self.module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -153,3 +192,15 @@ class FsdpEngine(TorchEngine):
             sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
         for block, following in pairwise(blocks):  # gathered before a block computes, not after it returns
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+
+
+def _like(parameter: DTensor, shard: torch.Tensor) -> DTensor:
+    """A tensor of which this rank has `shard`, sharded as a parameter."""
+    return DTensor.from_local(
+        shard,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

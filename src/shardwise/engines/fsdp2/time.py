@@ -9,8 +9,9 @@ node, that uses other links, and nothing waits for it before the end of the back
 shared.
 """
 
-from shardwise.engines.fsdp2.memory import gathered_ahead, released
+from shardwise.engines.fsdp2.memory import gathered_ahead, records, released
 from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.memory.recorded import own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
@@ -22,7 +23,7 @@ from shardwise.simulate.time.schedule import (
     copied,
     cpu_seconds,
 )
-from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.segments import Segment, issued_at_once
 from shardwise.simulate.time.streams import event
 from shardwise.strategy import Strategy
 
@@ -32,6 +33,10 @@ class Fsdp2Schedule(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
+        self.recorded = own_pool(trace) and records(strategy) and not trace.host_waits
+        self.stay = records(strategy) and sums_stay(trace, strategy)
+        if self.recorded:
+            self.segments = [issued_at_once(segment) for segment in self.segments]
         self.offload = strategy.offload_parameters != "none"
         self.sharers, self.summed = strategy.sharers, ITEM_BYTES[strategy.reduced_in("fp32")]
         self.shards = communication.group(hardware, self.sharers)
@@ -45,6 +50,9 @@ class Fsdp2Schedule(Schedule):
         self.learned_of = [self.count(trainable.intersection(group)) for group in groups]
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
+        if self.recorded:
+            self.streams.issue(self.host.seconds("graph"))
+        first = first and not self.stay
         self._need(self.root)
         for segment in self.segments:
             block = self._group(segment)
@@ -76,7 +84,10 @@ class Fsdp2Schedule(Schedule):
         if block not in self.arriving:
             self._gather(block)
         self.streams.compute_waits(self.arriving.pop(block))
-        self.streams.move(copied(self.item) * self.elements_of[block], "foreach_copy")
+        moved = copied(self.item) * self.elements_of[block]
+        if self.sharers == 1 and self.mixed:  # a single process converts its own
+            moved += converted(FP32, self.item) * self.learned_of[block]
+        self.streams.move(moved, "foreach_copy")
         self.gathered.add(block)
 
     def _gather(self, block: int) -> None:
@@ -90,13 +101,16 @@ class Fsdp2Schedule(Schedule):
         if self.offload:
             streams.copy(shard, done=arrived)
             streams.communication_waits(arrived)
-        seconds = streams.moving(shard + self.item * elements / self.sharers, "foreach_copy")
+        moved = shard + self.item * elements / self.sharers if self.sharers > 1 else 0.0
+        seconds = streams.moving(moved, "foreach_copy") if moved else 0.0
         seconds += communication.all_gather(self.item * elements, self.shards)
-        moved = shard + self.item * elements
+        moved += self.item * elements * (1 - 1 / self.sharers)
         self.arriving[block] = streams.communicate(seconds, moved, after_compute=False, done=arrived)
 
     def _visit(self, block: int, times: int) -> None:
         """The process goes through a group and its parameters: twice to gather and release it."""
+        if self.recorded:
+            return
         one = self.host.seconds("fsdp_unit")
         one += self.host.seconds("fsdp_parameter") * self.parameters[block]
         self.streams.issue(times * one)

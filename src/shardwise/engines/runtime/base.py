@@ -1,7 +1,7 @@
 """What engines in plain PyTorch share: the loop over micro-batches, AdamW, and their state."""
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,31 @@ from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.adamw import AdamW, Stage
 from shardwise.engines.runtime.parameters import Fill, groups_by_name, move_buffers
 from shardwise.engines.runtime.protocol import StepResult, World
+from shardwise.engines.runtime.recorded import RecordedPasses
 from shardwise.engines.runtime.state import Part, load_state, parts_of, save_state
 from shardwise.job import schema
+from shardwise.objective import Objective
 from shardwise.strategy import Strategy
 
 # Two names for each: the second was deprecated by torch 2.13.
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def recordable(module: nn.Module, strategy: Strategy, device: torch.device) -> Objective | None:
+    """The module, if its passes may be recorded: packed rows on a GPU, not in fp32 (decision 0088)."""
+    may = device.type == "cuda" and strategy.precision != "fp32"
+    return module if may and isinstance(module, Objective) and module.one_shape else None
+
+
+@contextmanager
+def placed(recorded: RecordedPasses | None) -> Iterator[None]:
+    """Within, passes that are not recorded take the memory of those that are, if any are."""
+    if recorded is None:
+        yield
+        return
+    with recorded.place(), torch.autograd.set_multithreading_enabled(False):
+        yield
 
 
 @torch.no_grad()
@@ -37,6 +55,7 @@ class TorchEngine:
 
     sharded = False  # Whether each rank holds a part of every tensor that AdamW steps
     copies = 1  # Complete copies of those tensors that the ranks hold together, where it does
+    _recorded: RecordedPasses | None = None
 
     def __init__(
         self,
@@ -78,18 +97,22 @@ class TorchEngine:
     def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         factor = self._optimizer.loss_scale / target_tokens
         loss_sum = torch.zeros((), device=self.world.device)
-        for index, micro_batch in enumerate(micro_batches):
-            self._begin(last=index == len(micro_batches) - 1)
-            loss = self._loss(micro_batch)
-            loss_sum += loss.detach()
-            (loss * factor).backward()
+        with placed(self._recorded):
+            for index, micro_batch in enumerate(micro_batches):
+                self._begin(last=index == len(micro_batches) - 1)
+                loss = self._loss(micro_batch)
+                loss_sum += loss.detach()
+                (loss * factor).backward()
         return loss_sum
 
-    def apart(self) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self.module)
+    @contextmanager
+    def apart(self) -> Iterator[nn.Module]:
+        with placed(self._recorded):
+            yield self.module
 
     def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
-        return evaluated(self.module, micro_batch, at)
+        with placed(self._recorded):
+            return evaluated(self.module, micro_batch, at)
 
     def config(self) -> dict[str, Any]:
         strategy, optimizer = self._strategy, self._settings.model_dump()
@@ -126,7 +149,25 @@ class TorchEngine:
 
     def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         """`passes`, or a faster way to the same, which may call no module."""
-        return self.passes(micro_batches, target_tokens=target_tokens)
+        if self._recorded is None:
+            return self.passes(micro_batches, target_tokens=target_tokens)
+        return self._recorded.run(micro_batches, self._optimizer.loss_scale / target_tokens)
+
+    def _record(
+        self, objective: Objective, sums: Sequence[torch.Tensor], stay: Sequence[torch.Tensor]
+    ) -> None:
+        """Have the passes recorded; they leave the gradients of `sums`, in `stay` if there are any."""
+        device = self.world.device
+        separates = objective.separates(device)
+        self._recorded = RecordedPasses(
+            self._loss, sums, device, stay, separates=separates, end=self._end_passes
+        )
+
+    def _end_passes(self) -> None:
+        """After a backward pass that is recorded."""
+
+    def _adapters(self) -> bool:
+        return any(not weight.requires_grad for weight in self.module.parameters())
 
     def _begin(self, *, last: bool) -> None:
         """Prepare for a micro-batch."""

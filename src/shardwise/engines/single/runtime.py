@@ -1,23 +1,19 @@
 """One process, nothing sharded: weights in the computation's format, AdamW on fp32 masters."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.runtime.base import TorchEngine
+from shardwise.engines.runtime.base import TorchEngine, recordable
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
-from shardwise.engines.single.memory import gradients_stay
-from shardwise.engines.single.recorded import RecordedPasses
-from shardwise.objective import Objective
+from shardwise.simulate.memory.recorded import gradients_stay
 
 
 class SingleEngine(TorchEngine):
     """Trains a module on one device."""
 
-    _recorded: RecordedPasses | None = None
     _sums: Sequence[torch.Tensor] = ()  # What each weight's gradients are added to, as its `.grad`
     _gradients: Sequence[torch.Tensor] = ()  # Those of `_sums` that are allocated once
 
@@ -28,46 +24,26 @@ class SingleEngine(TorchEngine):
             fill(part, self.world.device)
         self._weights = trainable(self.module)
         self._masters = {name: _master(weight) for name, weight in self._weights.items()}
-        self._record([*self._masters.values()])
+        self._record_into([*self._masters.values()])
         return self._masters, ()
 
-    def _record(self, sums: Sequence[torch.Tensor]) -> None:
+    def _record_into(self, sums: Sequence[torch.Tensor]) -> None:
         """Have the passes recorded, where they can be; they leave the gradients of `sums`."""
-        device, objective = self.world.device, self.module
-        one_shape = isinstance(objective, Objective) and objective.one_shape
-        recorded = device.type == "cuda" and self._strategy.precision != "fp32" and one_shape
-        self._sums, self._gradients = sums, self._that_stay(recorded=recorded)
-        if isinstance(objective, Objective) and recorded:
-            self._recorded = RecordedPasses(
-                self._loss,
-                sums,
-                device,
-                self._gradients,
-                separates=objective.separates(device),
-                end=self._end_passes,
-            )
-
-    def _end_passes(self) -> None:
-        """After a backward pass that is recorded."""
+        objective = recordable(self.module, self._strategy, self.world.device)
+        self._sums, self._gradients = sums, self._that_stay(recorded=objective is not None)
+        if objective is not None:
+            self._record(objective, sums, self._gradients)
 
     def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:
         """Gradients that are allocated once: of all sums, or none."""
         stay = recorded and gradients_stay(self._strategy, adapters=self._adapters())
         return [torch.zeros_like(master) for master in self._masters.values()] if stay else []
 
-    def _adapters(self) -> bool:
-        return any(not weight.requires_grad for weight in self.module.parameters())
-
     def _step_passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
         if self._recorded is None:
             for total, gradient in zip(self._sums, self._gradients, strict=bool(self._gradients)):
                 total.grad = gradient.zero_()
-            return super()._step_passes(micro_batches, target_tokens=target_tokens)
-        return self._recorded.run(micro_batches, self._optimizer.loss_scale / target_tokens)
-
-    def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
-        with nullcontext() if self._recorded is None else self._recorded.place():
-            return super().evaluate(micro_batch, at)
+        return super()._step_passes(micro_batches, target_tokens=target_tokens)
 
     def weights(self, names: Collection[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in chosen(self.module.named_parameters(), names).items():

@@ -1,12 +1,10 @@
 """One optimizer step of a single process."""
 
-from dataclasses import replace
-
-from shardwise.engines.single.memory import own_pool, sums_stay
 from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.memory.recorded import own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
-from shardwise.simulate.time.segments import Segment
+from shardwise.simulate.time.segments import Segment, issued_at_once
 from shardwise.strategy import Strategy
 
 
@@ -24,7 +22,7 @@ class SingleSchedule(Schedule):
         self.summed = FP32  # Bytes in which gradients are added up
         self.recorded = own_pool(trace) and not trace.host_waits
         if self.recorded:
-            self.segments = [replace(segment, host_seconds=0.0, read_back=False) for segment in self.segments]
+            self.segments = [issued_at_once(segment) for segment in self.segments]
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         if self.recorded:

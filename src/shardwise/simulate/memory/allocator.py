@@ -66,6 +66,7 @@ class CachingAllocator:
         """`capacity_bytes`: the device's memory without CUDA contexts, libraries and other processes."""
         self.passes = 0
         """Stream whose pools serve the model's passes; other than 0 where they have a private pool."""
+        self.private: set[int] = set()  # Streams of a private pool
         self._capacity = capacity_bytes
         self._small: dict[int, Pool] = {}
         self._large: dict[int, Pool] = {}
@@ -154,7 +155,7 @@ class CachingAllocator:
             self.complete(deferred)
         for pools in (self._large, self._small):
             for stream, pool in pools.items():
-                if stream == 0 or stream != self.passes:
+                if stream not in self.private:
                     self.reserved_bytes -= pool.release()
 
     def pool(self, size: int, stream: int = 0) -> Pool:

@@ -12,6 +12,8 @@ from shardwise.strategy import Strategy
 class EngineMemory:
     """An engine's allocations on the fullest GPU, in addition to the events of the trace; by default none."""
 
+    sums_stay = False  # Whether gradients are allocated once, those of fp32 parameters too
+
     def build(self, memory: GpuMemory) -> None:
         """Weights and optimizer, until the first step begins."""
 
@@ -110,7 +112,7 @@ class SummedGradients(EngineMemory):
             return
         if first:
             size = FP32 * self._trace.parameters[parameter].numel
-            self._gradients[parameter] = memory.take(GRADIENTS, size, memory.allocator.passes)
+            self._gradients[parameter] = memory.take_in_pass(GRADIENTS, size)
         memory.give(block)
 
 
@@ -134,13 +136,15 @@ class WithFp32Parameters(EngineMemory):
         for size in self._sizes.values():
             memory.take(WEIGHTS, size)
         self._engine.build(memory)
+        for index in self._trained if self._engine.sums_stay else ():
+            memory.take(GRADIENTS, self._sizes[index])
         for index in self._trained:
             memory.take_adamw_state(self._sizes[index] // FP32, self._optimizer)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if parameter not in self._apart:
             self._engine.gradient(memory, parameter, block)
-        elif parameter in self._gradients:  # autograd adds to it
+        elif self._engine.sums_stay or parameter in self._gradients:  # autograd adds to it
             memory.give(block)
         else:
             self._gradients[parameter] = memory.move(block, GRADIENTS)

@@ -52,6 +52,10 @@ class GpuMemory:
                 self.fullest = self.accounts.copy()
         return block
 
+    def take_in_pass(self, account: int, size_bytes: int) -> Block:
+        """Allocate where the passes do: in their own pool, if they have one."""
+        return self.take(account, size_bytes, self.allocator.passes)
+
     def give(self, *blocks: Block | None) -> None:
         """Free blocks one after the other; None is nothing to free."""
         for block in blocks:

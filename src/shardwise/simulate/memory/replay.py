@@ -131,5 +131,5 @@ def replay_steps(
         elif kind == BACKWARD_END:
             engine.backward_end(memory, event[1])
         elif kind == PRODUCT and workspace:
-            memory.take(BUFFERS, workspace, memory.allocator.passes)
+            memory.take_in_pass(BUFFERS, workspace)
             workspace = 0 if memory.allocator.passes else workspace  # both passes are on one thread

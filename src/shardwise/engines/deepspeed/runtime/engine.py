@@ -26,11 +26,15 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
+from shardwise.engines.deepspeed.policy import records
+from shardwise.engines.deepspeed.runtime.adapters import AdapterPasses
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
     DEEPSPEED,
     drop_first_batch_check,
     join_norm,
+    keep_views,
+    order_streams,
     skip_shared_memory_transport,
     use_joint_norms,
     without_reducing,
@@ -43,7 +47,7 @@ from shardwise.engines.deepspeed.runtime.zero3 import (
     work_less_on_the_host,
 )
 from shardwise.engines.runtime.adamw import AdamW
-from shardwise.engines.runtime.base import evaluated
+from shardwise.engines.runtime.base import evaluated, placed, recordable
 from shardwise.engines.runtime.parameters import (
     Fill,
     Fp32Parameters,
@@ -55,6 +59,7 @@ from shardwise.engines.runtime.parameters import (
     trainable,
 )
 from shardwise.engines.runtime.protocol import StepResult, World
+from shardwise.engines.runtime.recorded import RecordedPasses
 from shardwise.engines.runtime.state import PICKLED, Part, load_state, parts_of, save_state
 from shardwise.errors import CheckpointError
 from shardwise.job import schema
@@ -112,10 +117,7 @@ class DeepSpeedEngine:
         if parallel:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
-        if strategy.stage > 0 and strategy.offload_optimizer == "none" and not parallel:
-            use_joint_norms(self._optimizer, strategy.stage)
-        if strategy.stage == 3:
-            self._replace_gathers(list(module.parameters()))
+        self._patch_optimizer(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
             self._fp32_adamw = AdamW(
@@ -134,7 +136,18 @@ class DeepSpeedEngine:
         self._named = self._named_state()
         self._guard = Guard(self._optimizer, fp16=strategy.precision == "fp16")
         self._frozen = any(not p.requires_grad for p in module.parameters())
+        self._adapters = self._recorded_adapters(module)
         self._engine.train()
+
+    @property
+    def _recorded(self) -> RecordedPasses | None:
+        return None if self._adapters is None else self._adapters.recorded
+
+    def _recorded_adapters(self, module: nn.Module) -> AdapterPasses | None:
+        objective = recordable(module, self._strategy, self.world.device)
+        if objective is None or not self._frozen or self._fp32.trainable or not records(self._strategy):
+            return None
+        return AdapterPasses(objective, self._engine, self.world.device)
 
     def _shard(self, part: nn.Module) -> None:
         import deepspeed
@@ -146,10 +159,20 @@ class DeepSpeedEngine:
         config = copy.deepcopy(self._config)
         deepspeed.zero.Init(module=part, config_dict_or_path=config, zero_param_parallel_group=found)
 
-    def _replace_gathers(self, parameters: Sequence[nn.Parameter]) -> None:
-        gather_in_place(parameters, self.world.device)
-        if self.world.device.type == "cuda":
-            release_in_order(self._optimizer, parameters)
+    def _patch_optimizer(self, parameters: Sequence[nn.Parameter]) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        strategy, cuda = self._strategy, self.world.device.type == "cuda"
+        if 0 < strategy.stage < 3:
+            keep_views(self._optimizer)
+        if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
+            use_joint_norms(self._optimizer, strategy.stage)
+            if strategy.stage < 3 and cuda:
+                order_streams(self._optimizer, get_accelerator())
+        if strategy.stage == 3:
+            gather_in_place(parameters, self.world.device)
+            if cuda:
+                release_in_order(self._optimizer, parameters)
 
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""
@@ -170,7 +193,7 @@ class DeepSpeedEngine:
             self._rows_are_checked = True
         fp16 = self._strategy.precision == "fp16"
         loss_scale = self._scalar(float(self._optimizer.loss_scale)) if fp16 else None
-        loss_sum = self.passes(micro_batches, target_tokens=target_tokens)
+        loss_sum = self._passes(micro_batches, target_tokens, recorded=self._adapters)
         loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
         if self.world.size > 1:
             dist.all_reduce(loss)
@@ -186,22 +209,32 @@ class DeepSpeedEngine:
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
     def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
-        loss_sum = torch.zeros((), device=self.world.device)
+        with placed(self._recorded):
+            return self._passes(micro_batches, target_tokens, recorded=None)
+
+    def _passes(
+        self, micro_batches: Sequence[MicroBatch], target_tokens: int, *, recorded: AdapterPasses | None
+    ) -> torch.Tensor:
+        loss_sum, factor = self._scalar(0.0), self.world.data_size / target_tokens
         for index, micro_batch in enumerate(micro_batches):
-            loss = self._engine(micro_batch)
+            if recorded is None:
+                loss = self._engine(micro_batch)
+                self._engine.backward(loss * factor, scale_wrt_gas=False)
+            else:
+                loss = recorded.run(micro_batch, self._scalar(factor))
             loss_sum += loss.detach()
-            self._engine.backward(loss * (self.world.data_size / target_tokens), scale_wrt_gas=False)
             if index < len(micro_batches) - 1:
                 self._engine.step()  # counts the micro-batch; the weights change at the last one only
         return loss_sum
 
     @contextmanager
     def apart(self) -> Iterator[nn.Module]:
-        with without_reducing(self._optimizer):
+        with without_reducing(self._optimizer), placed(self._recorded):
             yield self._engine.module
 
     def evaluate(self, micro_batch: MicroBatch, at: torch.Tensor | None = None) -> torch.Tensor:
-        return evaluated(self._engine, micro_batch, at)
+        with placed(self._recorded):
+            return evaluated(self._engine, micro_batch, at)
 
     def named_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]] | None:
         if self._named is None:

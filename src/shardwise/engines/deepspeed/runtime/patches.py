@@ -19,8 +19,10 @@ DEEPSPEED = Library(
 
 READ = {
     "DeepSpeedEngine._configure_tensor_parallel_states": "5a87659543705caa",
+    "DeepSpeedZeroOptimizer._update_model_bit16_weights": "f6e3c0c53b4a7e06",
     "DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
     "DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",
+    "DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue": "26ceef6d75b34b97",
     "DeepSpeedZeroOptimizer.scaled_global_norm": "63c6a6fe100c4e49",
     "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "DeepSpeedZeroOptimizer.update_lp_params": "3cdce069e3c66082",
@@ -116,6 +118,38 @@ def use_joint_norms(optimizer: Any, stage: int) -> None:
         replace(optimizer, "check_overflow", lambda **_: None)
 
 
+def order_streams(optimizer: Any, accelerator: Any) -> None:
+    """After a step's passes, let streams of ZeRO-1 and 2 wait where DeepSpeed has the host wait (0103).
+
+    It waits so that gradients are freed after their reduction: an order on the GPU is enough, as gradients
+    are contiguous. The host goes on to the norm, for which it waits. Between micro-batches the host would run
+    ahead, and more memory would be in use.
+    """
+    if not supported(DEEPSPEED):
+        return
+    epilogue = rely_on(optimizer, "independent_gradient_partition_epilogue")
+
+    def in_order() -> None:
+        if not optimizer.is_gradient_accumulation_boundary():
+            epilogue()
+            return
+        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+        try:
+            epilogue()
+        finally:
+            del accelerator.synchronize
+
+    replace(optimizer, "independent_gradient_partition_epilogue", in_order)
+
+
+def keep_views(optimizer: Any) -> None:
+    """Leave the weights of ZeRO-1 and 2 where they are: views of a buffer that stays.
+
+    DeepSpeed makes these views again after each step, "just to be safe": 9 ms for 450 adapters.
+    """
+    replace(optimizer, "_update_model_bit16_weights", _nothing)
+
+
 def group_norm(
     gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device | str
 ) -> torch.Tensor:
@@ -184,8 +218,8 @@ def drop_first_batch_check(engine: Any) -> None:
 
 def skip_shared_memory_transport() -> None:
     """Keep each first use on a CPU from compiling a transport that gloo already provides."""
-    replace(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _no_operator)
+    replace(importlib.import_module("deepspeed.comm.torch"), "build_shm_op", _nothing)
 
 
-def _no_operator() -> None:  # one function: to set the same again has no effect
+def _nothing(*_: object) -> None:  # one function: to set the same again has no effect
     return None

@@ -1,4 +1,4 @@
-"""Passes as CUDA graphs: one call issues a micro-batch, not thousands (decisions 0083 and 0088).
+"""Passes as CUDA graphs: one call issues a micro-batch, not thousands (decisions 0083, 0088 and 0103).
 
 The first micro-batch of a kind runs as usual, the second is recorded, and from then on they are replayed.
 Usual passes, those of evaluation too, and recorded ones share a pool of memory and a stream: what one leaves
@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from shardwise.data.batch import MicroBatch
+from shardwise.data.batch import Layout, MicroBatch
 from shardwise.errors import JobError
 
 LEAST_BORDERS = 16
@@ -139,16 +139,18 @@ class RecordedPasses:
         try:
             with torch.cuda.graph(graph, self._pool.id, self._stream, mode):  # type: ignore[arg-type]
                 loss = self._passes(batch)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            why, _, _ = str(error).partition("\n")
+            # What ends the passes early leaves streams that were not joined, which is an error of its own.
+            first = error.__context__ or error
+            if isinstance(first, torch.OutOfMemoryError) or not isinstance(first, RuntimeError):
+                raise first from None
+            why, _, _ = str(first).partition("\n")
             what = f"the passes cannot be recorded as a CUDA graph: {why}"
-            fix = "strategy.engine: fsdp2, which runs in one process, too, and records nothing"
-            raise JobError(what, where="strategy.engine", fix=fix) from error
+            fix = "data.packing: false, whose micro-batches are not recorded"
+            raise JobError(what, where="data.packing", fix=fix) from error
         gradients: list[torch.Tensor | None] = [master.grad for master in self._masters]
         if not self._gradients:  # their memory serves the next passes as soon as the optimizer has stepped
-            gradients = [None if gradient is None else not_owned(gradient) for gradient in gradients]
+            gradients = [None if one is None or not one.numel() else not_owned(one) for one in gradients]
             self._leave([None] * len(gradients))
         return _Graph(replay=graph.replay, batch=batch, loss=loss, gradients=gradients)
 
@@ -162,17 +164,17 @@ def not_owned(tensor: torch.Tensor) -> torch.Tensor:
 def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:
     """The same segments, then empty ones: with numbers and longest segments that only few kinds have.
 
+    All ranks have the same kind: NCCL wants a collective recorded on all of them, or on none.
     `separates`: rows of a single segment are computed otherwise than others.
     """
-    if not separates:
-        batch = replace(batch, single_segment_rows=0)
-    count, rows = len(batch.cu_seqlens), batch.input_ids.shape[1]
-    more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - count
-    longest = batch.max_seqlen
-    if not batch.single_segment_rows:
+    own, rows = len(batch.cu_seqlens), batch.input_ids.shape[1]
+    count, longest, single = batch.common or Layout(own, batch.max_seqlen, batch.single_segment_rows)
+    single = single if separates else 0
+    if not single:
         longest = min(rows, 1 << (longest - 1).bit_length())
+    more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - own
     borders = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:].expand(more)])
-    return replace(batch, cu_seqlens=borders, max_seqlen=longest)
+    return replace(batch, cu_seqlens=borders, max_seqlen=longest, single_segment_rows=single)
 
 
 @contextmanager
