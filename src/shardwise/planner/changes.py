@@ -30,11 +30,14 @@ class Change:
 
 
 def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = None) -> Iterator[Change]:
-    """Shorter rows, LoRA or a quantised base below it, all of each GPU, more GPUs, larger GPUs.
+    """Any strategy, shorter rows, LoRA or a quantised base, all of each GPU, more GPUs, larger GPUs.
 
     Each comes with the flag that asks for it.
     """
     asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
+    if job.strategy != "auto":  # the only one that changes nothing of what is trained
+        freely = job.model_copy(update={"strategy": "auto"})
+        yield replace(asked, what="any strategy", how="--set strategy=auto", job=freely)
     yield from _shorter_rows(asked)
     if job.model.lora is None and job.model.weights == "pretrained" and published(job.model.source):
         lora = Lora()

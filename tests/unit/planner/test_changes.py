@@ -29,6 +29,9 @@ def test_the_order_is_rows_lora_more_gpus_larger_gpus() -> None:
         "--gpus 8xRTX-4080",
         "--gpus 2xRTX-4090",
     ]
+    named = list(small_changes(JOB.model_copy(update={"strategy": "zero2"}), parse_hardware("2xRTX4080")))
+    assert [named[0].how, named[0].job] == ["--set strategy=auto", JOB]
+    assert [c.how for c in named[1:]] == [c.how for c in changes]
     assert changes[0].job.data.sequence_length == 512
     assert changes[2].job.model.lora == Lora()
     assert changes[2].job.data == JOB.data, "one change at a time"
