@@ -13,7 +13,7 @@ IGNORED = -100  # label of a position that predicts nothing
 
 
 class Layout(NamedTuple):
-    """What a CUDA graph of packed rows depends on, besides their shape."""
+    """What a CUDA graph of packed rows depends on, in addition to their shape."""
 
     borders: int  # Of segments, the first and the last included
     longest: int  # Tokens of the longest segment

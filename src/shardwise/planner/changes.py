@@ -30,15 +30,15 @@ class Change:
 
 
 def small_changes(job: Job, hardware: Hardware, memory_cap_bytes: int | None = None) -> Iterator[Change]:
-    """Any strategy, shorter rows, LoRA or a quantised base, all of each GPU, more GPUs, larger GPUs.
+    """Shorter rows, any strategy, LoRA or a quantised base, all of each GPU, more GPUs, larger GPUs.
 
     Each comes with the flag that asks for it.
     """
     asked = Change(what="", how="", job=job, hardware=hardware, memory_cap_bytes=memory_cap_bytes)
-    if job.strategy != "auto":  # the only one that changes nothing of what is trained
+    yield from _shorter_rows(asked)
+    if job.strategy != "auto" and job.model.lora is None:  # with adapters a quantised base is faster
         freely = job.model_copy(update={"strategy": "auto"})
         yield replace(asked, what="any strategy", how="--set strategy=auto", job=freely)
-    yield from _shorter_rows(asked)
     if job.model.lora is None and job.model.weights == "pretrained" and published(job.model.source):
         lora = Lora()
         for kind, how, base in (("none", f"--lora {lora.rank}", ""), ("nf4", "--qlora", " on a base in NF4")):
