@@ -171,6 +171,14 @@ def test_fsdp2_adds_micro_batches_to_gradients_that_are_allocated_once(layers) -
     assert first[1] - first[0] == pytest.approx(shards + tokens, rel=0.01)
 
 
+def test_parameters_that_are_kept_apart_in_fp32_are_no_frozen_ones(layers) -> None:
+    trace = replace(with_gradients(layers(blocks=8, width=1024, tokens=256)), one_shape=True)
+    first, *rest = trace.parameters
+    trace = replace(trace, parameters=(replace(first, item_bytes=FP32), *rest))
+    assert descriptor(FSDP2).memory(trace, FSDP2)._engine.sums_stay is False
+    assert descriptor(FSDP2).memory(trace, replace(FSDP2, accumulation=2))._engine.sums_stay is True
+
+
 def test_a_single_process_copies_its_shards_once(layers) -> None:
     trace = replace(layers(blocks=4, width=8192, tokens=256, trainable=False), one_shape=True)
     alone = replace(FSDP2, data_parallel=1)

@@ -34,8 +34,8 @@ def sums_stay(trace: StepTrace, strategy: Strategy) -> bool:
 
 
 def has_adapters(trace: StepTrace) -> bool:
-    """Whether some parameters are frozen."""
-    return len(trace.trainable) < len(trace.parameters)
+    """Whether some parameters are frozen; those that the engine does not see have no elements."""
+    return any(not parameter.trainable and parameter.numel for parameter in trace.parameters)
 
 
 def enter_pool(memory: GpuMemory, trace: StepTrace, streams: Collection[int] = ()) -> None:
