@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from shardwise.data.batch import Layout, MicroBatch
-from shardwise.engines.runtime.recorded import LEAST_BORDERS, padded
+from shardwise.engines.runtime.recorded import LEAST_BORDERS, RecordedPasses, padded
+from shardwise.errors import JobError
 
 
 def batch(*borders: int, **changes: Any) -> MicroBatch:
@@ -50,3 +54,46 @@ def test_a_micro_batch_gets_the_kind_that_fits_all_ranks() -> None:
 def test_rows_of_one_segment_keep_their_length() -> None:
     """`varlen_attention` cuts these rows by it."""
     assert padded(batch(0, 1500, 3000, single_segment_rows=2)).max_seqlen == 1500
+
+
+@pytest.mark.parametrize(
+    ("ends", "found", "says"),
+    [
+        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError, "no room"),
+        (KeyboardInterrupt("stop"), KeyboardInterrupt, "stop"),
+        (
+            RuntimeError("not permitted when capturing\nmore"),
+            JobError,
+            "CUDA graph: not permitted when capturing",
+        ),
+        (None, JobError, "CUDA graph: unjoined work"),
+    ],
+    ids=["out of memory", "interrupted", "cannot be captured", "streams not joined"],
+)
+def test_what_ended_a_capture_is_said_not_what_followed(
+    ends: BaseException | None, found: type[BaseException], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a capture fails where streams were not joined, whatever came before."""
+
+    @contextmanager
+    def graph(*_: object) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("unjoined work")
+
+    def passes(_: MicroBatch) -> torch.Tensor:
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            if ends is not None:
+                raise ends  # noqa: B904 - its context is another one
+        return torch.zeros(())
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    recorded = RecordedPasses.__new__(RecordedPasses)
+    given = {"_tokens": {}, "_pool": SimpleNamespace(id=0), "_stream": None, "_passes": passes}
+    vars(recorded).update(given)
+    with pytest.raises(found, match=says):
+        recorded._record(batch(0, 100, 200))

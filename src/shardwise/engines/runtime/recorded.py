@@ -136,12 +136,13 @@ class RecordedPasses:
         ids, labels, positions = self._tokens[shape]
         batch = replace(batch, input_ids=ids, labels=labels, position_ids=positions)
         graph, mode = torch.cuda.CUDAGraph(), "thread_local"  # other threads may work for the data
+        early: list[BaseException] = []
         try:
-            with torch.cuda.graph(graph, self._pool.id, self._stream, mode):  # type: ignore[arg-type]
+            with torch.cuda.graph(graph, self._pool.id, self._stream, mode), _noting(early):  # type: ignore[arg-type]
                 loss = self._passes(batch)
         except RuntimeError as error:
             # What ends the passes early leaves streams that were not joined, which is an error of its own.
-            first = error.__context__ or error
+            first = early[0] if early else error
             if isinstance(first, torch.OutOfMemoryError) or not isinstance(first, RuntimeError):
                 raise first from None
             why, _, _ = str(first).partition("\n")
@@ -175,6 +176,16 @@ def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:
     more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - own
     borders = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:].expand(more)])
     return replace(batch, cu_seqlens=borders, max_seqlen=longest, single_segment_rows=single)
+
+
+@contextmanager
+def _noting(found: list[BaseException]) -> Iterator[None]:
+    """What is raised within is added to `found`."""
+    try:
+        yield
+    except BaseException as error:
+        found.append(error)
+        raise
 
 
 @contextmanager
