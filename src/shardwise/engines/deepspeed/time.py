@@ -24,7 +24,7 @@ from shardwise.simulate.time.schedule import (
     nvme_seconds,
     pageable_seconds,
 )
-from shardwise.simulate.time.segments import Segment, handed_over, issued_at_once
+from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import NEVER, REDUCED, event
 from shardwise.strategy import Strategy
 
@@ -42,19 +42,24 @@ class _Zero(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.recorded = False
         if policy.records_adapters(trace, strategy):
-            self.recorded = not trace.host_waits
-            self.segments = [*map(self._without_hooks, self.segments), handed_over(self.trace)]
+            self.record()
+            passes = [replace(segment, gradients=(), learned=0.0) for segment in self.segments]
+            self.segments = [*passes, self._hooks()]
 
-    def _without_hooks(self, segment: Segment) -> Segment:
-        segment = replace(segment, gradients=(), learned=0.0)
-        return issued_at_once(segment) if self.recorded else segment
-
-    def begin_pass(self) -> None:
-        """The host issues a graph with one call."""
-        if self.recorded:
-            self.streams.issue(self.host.seconds("graph"))
+    def _hooks(self) -> Segment:
+        """All gradients, without kernels."""
+        return Segment(
+            unit=-1,
+            backward=True,
+            seconds=0.0,
+            joules=0.0,
+            host_seconds=0.0,
+            read_back=False,
+            passes=0,
+            gradients=tuple(self.trace.trainable),
+            learned=self.trainable,
+        )
 
 
 class Zero0(_Zero):
@@ -64,7 +69,6 @@ class Zero0(_Zero):
     """
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
-        self.begin_pass()
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment)
@@ -200,7 +204,6 @@ class Zero12(_Buckets):
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         reduces = policy.reduces(self.strategy, last=last)
-        self.begin_pass()
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment, issue=hooks * self.host.seconds("zero_hook"))

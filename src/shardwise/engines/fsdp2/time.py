@@ -23,7 +23,7 @@ from shardwise.simulate.time.schedule import (
     copied,
     cpu_seconds,
 )
-from shardwise.simulate.time.segments import Segment, issued_at_once
+from shardwise.simulate.time.segments import Segment
 from shardwise.simulate.time.streams import event
 from shardwise.strategy import Strategy
 
@@ -33,10 +33,9 @@ class Fsdp2Schedule(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.recorded = own_pool(trace) and records(strategy) and not trace.host_waits
         self.stay = records(strategy) and sums_stay(trace, strategy)
-        if self.recorded:
-            self.segments = [issued_at_once(segment) for segment in self.segments]
+        if records(strategy) and own_pool(trace):
+            self.record()
         self.offload = strategy.offload_parameters != "none"
         self.sharers, self.summed = strategy.sharers, ITEM_BYTES[strategy.reduced_in("fp32")]
         self.shards = communication.group(hardware, self.sharers)
@@ -50,8 +49,6 @@ class Fsdp2Schedule(Schedule):
         self.learned_of = [self.count(trainable.intersection(group)) for group in groups]
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
-        if self.recorded:
-            self.streams.issue(self.host.seconds("graph"))
         first = first and not self.stay
         self._need(self.root)
         for segment in self.segments:

@@ -148,7 +148,7 @@ class RecordedPasses:
             why, _, _ = str(first).partition("\n")
             what = f"the passes cannot be recorded as a CUDA graph: {why}"
             fix = "data.packing: false, whose micro-batches are not recorded"
-            raise JobError(what, where="data.packing", fix=fix) from error
+            raise JobError(what, where="data.packing", fix=fix) from first
         gradients: list[torch.Tensor | None] = [master.grad for master in self._masters]
         if not self._gradients:  # their memory serves the next passes as soon as the optimizer has stepped
             gradients = [None if one is None or not one.numel() else not_owned(one) for one in gradients]

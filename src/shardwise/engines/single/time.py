@@ -4,7 +4,7 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.memory.recorded import own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
-from shardwise.simulate.time.segments import Segment, issued_at_once
+from shardwise.simulate.time.segments import Segment
 from shardwise.strategy import Strategy
 
 
@@ -20,13 +20,10 @@ class SingleSchedule(Schedule):
         super().__init__(trace, strategy, hardware)
         self.stay = sums_stay(trace, strategy)
         self.summed = FP32  # Bytes in which gradients are added up
-        self.recorded = own_pool(trace) and not trace.host_waits
-        if self.recorded:
-            self.segments = [issued_at_once(segment) for segment in self.segments]
+        if own_pool(trace):
+            self.record()
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
-        if self.recorded:
-            self.streams.issue(self.host.seconds("graph"))
         first = first and not self.stay
         for segment in self.segments:
             self.run(segment)

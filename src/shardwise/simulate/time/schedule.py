@@ -1,6 +1,7 @@
 """What engines share of an optimizer step's schedule: a trace on one GPU's streams, and bytes of kernels."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -56,6 +57,7 @@ class Schedule:
     where these are the same again, the recorded work is used again.
     """
 
+    recorded = False  # Whether passes are CUDA graphs, which the host issues with one call
     sums_over_ranks = True  # Whether gradients of fp32 parameters are concatenated and summed over the ranks
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
@@ -100,7 +102,15 @@ class Schedule:
         self.arriving, self.gathered = arriving.copy(), gathered.copy()
         return work
 
+    def record(self) -> None:
+        """Have the passes recorded, unless the host waits for the GPU in them."""
+        self.recorded = not self.trace.host_waits
+        if self.recorded:
+            self.segments = [replace(one, host_seconds=0.0, read_back=False) for one in self.segments]
+
     def _passes(self, *, first: bool, last: bool) -> None:
+        if self.recorded:
+            self.streams.issue(self.host.seconds("graph"))
         self.micro_batch(first=first, last=last)
         if self.apart and not first:  # autograd adds to the gradients
             self.streams.move(added(FP32, FP32) * sum(self.apart), kernels=len(self.apart))

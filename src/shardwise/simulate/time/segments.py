@@ -55,27 +55,6 @@ def without_gradients(segment: Segment, trace: StepTrace, of: Collection[int]) -
     return replace(segment, gradients=left, learned=_elements(trace, left))
 
 
-def issued_at_once(segment: Segment) -> Segment:
-    """The segment as a part of recorded passes, for which the host does nothing."""
-    return replace(segment, host_seconds=0.0, read_back=False)
-
-
-def handed_over(trace: StepTrace) -> Segment:
-    """All gradients after the passes, without kernels."""
-    gradients = tuple(trace.trainable)
-    return Segment(
-        unit=-1,
-        backward=True,
-        seconds=0.0,
-        joules=0.0,
-        host_seconds=0.0,
-        read_back=False,
-        passes=0,
-        gradients=gradients,
-        learned=_elements(trace, gradients),
-    )
-
-
 def _elements(trace: StepTrace, parameters: Iterable[int]) -> float:
     return float(sum(trace.parameters[index].numel for index in parameters))
 
