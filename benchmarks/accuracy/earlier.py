@@ -69,6 +69,9 @@ UNPACKED = "2026-11-28"
 GATHERED = "2026-11-29T16:42"
 """Since then ZeRO-3 gathers each parameter into memory of its own, and its layers cost the host less."""
 
+DECIDED_ON_GPU = "2026-11-30T01:15"
+"""Since then the host does not wait for the norm of ZeRO-1 and 2, and AdamW's kernel clips."""
+
 VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
 
 MASKED = "2026-11-26T18:20"
@@ -92,7 +95,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
-    `gathers` and `codes`, whose time is predicted as of today.
+    `gathers`, `waits` and `codes`, whose time is predicted as of today.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -113,6 +116,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "gathers": strategy.get("stage") == 3 and date < GATHERED,
+        "waits": strategy.get("stage") in (1, 2) and date < DECIDED_ON_GPU,
         "passes": date < _recorded_since(str(engine), lora=lora),
     }
     return frozenset(name for name, other in others.items() if other)
@@ -169,6 +173,8 @@ def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
         if "gathers" in earlier:
             stack.enter_context(patch.object(policy, "joins", lambda _: True))
             stack.enter_context(patch.dict(table()["host"], zero3_visit=VISIT))
+        if "waits" in earlier:
+            stack.enter_context(patch.object(policy, "decides_on_gpu", lambda _: False))
         if "logits" in earlier:
             width = patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)
             stack.enter_context(width)

@@ -67,6 +67,13 @@ class Columns:
         raise DataError(what, where="data.format", fix=fix)
 
 
+def kind(value: Any) -> str:
+    """What a field holds that is no text, in brackets."""
+    kinds: dict[type, str] = {type(None): "null", list: "list", dict: "object", bool: "boolean", str: ""}
+    kind = kinds.get(type(value), "number")
+    return f" ({kind})" if kind else ""
+
+
 def proposal(fields: Mapping[str, Any]) -> str:
     """The `data.format` of a record that is of no known format, as far as its fields say it; or empty."""
     for name, value in fields.items():

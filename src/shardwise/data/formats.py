@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.data.columns import Columns, proposal
+from shardwise.data.columns import Columns, kind, proposal
 from shardwise.data.sources import Findings, Record, Source, Text
 from shardwise.errors import DataError, what_of
 from shardwise.job.schema import Data
@@ -93,7 +93,7 @@ def detect(record: Record, given: Record | None = None, named: Iterable[str] = (
     if len(fits) == 1:
         return fits[0]
     own = (given or record)[1]
-    names = sorted(f"{name}{' (null)' * (value is None)}" for name, value in own.items())
+    names = sorted(f"{name}{kind(value)}" for name, value in own.items())
     found = f"fields found: {', '.join(names) or 'none'}"
     if fits:
         what = f"the samples could be read as {' or as '.join(fits)}; {found}"
@@ -101,6 +101,8 @@ def detect(record: Record, given: Record | None = None, named: Iterable[str] = (
     what = f"the samples are of no known format; {found}"
     fix, columns = f"known are {EXPECTED}", proposal(own)
     fix += f"; or name the file's fields: {columns}" if columns else ""
+    if "input_ids" in own:
+        fix = f"give the texts: tokens are made by the model's own tokenizer; {fix}"
     raise UnknownFormatError(what, where=where, fix=fix)
 
 

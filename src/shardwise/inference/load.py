@@ -16,7 +16,7 @@ from shardwise.models.adapters import quiet_peft
 from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
-from shardwise.models.file_weights import located, no_metadata, quiet
+from shardwise.models.file_weights import located, no_metadata, quiet, read_headers
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.record.read import JOB, is_run_folder, read_run
@@ -97,7 +97,6 @@ def _of_adapter(path: Path) -> LoadedModel:
 def _published(source: Model) -> tuple[PreTrainedModel, Path]:
     folder = find_source(source).folder
     assert folder is not None, "pretrained weights have one"
-    safetensors_files(folder)  # says what is there where there are none
     return _from_folder(folder), folder
 
 
@@ -108,6 +107,7 @@ def _tokenizer(folder: Path, *, trusted: bool = False) -> PreTrainedTokenizerBas
 
 def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
     """A model as transformers loads it, but with all of its weights or not at all."""
+    read_headers(safetensors_files(folder))  # names the file that is missing or damaged
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trusted}
     try:
         config = AutoConfig.from_pretrained(folder, **options)

@@ -65,7 +65,7 @@ class SafetensorsWeights(WeightSource):
 
     def __init__(self, files: Sequence[Path], skeleton: PreTrainedModel) -> None:
         """Raise CheckpointError where a file is damaged, a tensor is missing or has another shape."""
-        self._stored = stored = _with_unpacked(_read_headers(files))
+        self._stored = stored = _with_unpacked(read_headers(files))
         wanted = tensor_names(skeleton)
         rename = _file_names(list(wanted), stored, skeleton.base_model_prefix)
         self._keys: dict[str, list[str]] = {}
@@ -171,7 +171,7 @@ def located(
 
     Raises CheckpointError where that is not what the model's values are made of.
     """
-    stored = _read_headers(safetensors_files(folder))
+    stored = read_headers(safetensors_files(folder))
     places = _places(stored, model)
     _check_numbers(stored, {key: name for key, (name, _) in places.items()}, model, folder)
     return stored, places
@@ -233,7 +233,8 @@ def _check_numbers(
         raise _mismatch(problems, folder, fix="name the model that these weights were made from")
 
 
-def _read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
+def read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
+    """What files hold, by name. Raises CheckpointError, which names the file, where one cannot be read."""
     stored: dict[str, _Stored] = {}
     for file in files:
         try:

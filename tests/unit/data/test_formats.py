@@ -85,6 +85,14 @@ def test_a_null_is_no_field_and_is_named() -> None:
         detect(("f:1", {"prompt": "a", "completion": None}))
 
 
+def test_what_is_no_text_is_named_and_token_ids_are_answered_with_what_is_read() -> None:
+    fields = {"text": ["a", "b"], "input_ids": [1, 2], "id": 3, "meta": {}}
+    found = r"fields found: id \(number\), input_ids \(list\), meta \(object\), text \(list\)\n"
+    with pytest.raises(DataError, match=found) as caught:
+        detect(("f:1", fields))
+    assert str(caught.value.problems[0].fix).startswith("give the texts: ")
+
+
 @pytest.mark.parametrize("fields", [{"question": "a", "answer": "b"}, {}, {"messages": []}, {"text": None}])
 def test_unknown_fields_are_listed(fields: dict[str, Any]) -> None:
     with pytest.raises(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches, zero3
 from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
+from shardwise.engines.deepspeed.runtime.step import StepOnGpu
 from shardwise.errors import MachineError
 from shardwise.patch import hash_of, supported
 
@@ -79,8 +80,14 @@ def in_place() -> Any:
 
 def ordered() -> Any:
     optimizer = bare(ZERO12)
-    patches.order_streams(optimizer, SimpleNamespace())
+    patches.order_streams(optimizer, SimpleNamespace(Event=lambda: SimpleNamespace(synchronize=None)))
     return optimizer
+
+
+def decided() -> tuple[Any, StepOnGpu]:
+    optimizer = bare(ZERO12, optimizer=SimpleNamespace())
+    how: dict[str, Any] = {"clip_norm": 0.5, "device": torch.device("cpu")}
+    return optimizer, StepOnGpu(optimizer, **how, wait=lambda: None)
 
 
 def viewed() -> Any:
@@ -103,6 +110,9 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joint(2, ZERO12), ZERO12, "step"),
     (viewed, ZERO12, "_update_model_bit16_weights"),
     (ordered, ZERO12, "independent_gradient_partition_epilogue"),
+    (decided, ZERO12, "step"),
+    (decided, ZERO12, "unscale_and_clip_grads"),
+    (decided, (ZERO12[0], None), "is_invalid_grad_norm"),
     (lambda: joint(3, ZERO3), ZERO3, "get_grad_norm_direct"),
     (lambda: joint(3, ZERO3), ZERO3, "_get_norm_groups"),
     (lambda: joint(3, ZERO3), ZERO3, "step"),
@@ -233,6 +243,24 @@ def test_the_joint_norm_is_that_of_all_gradients_and_finds_nan(stage: int, place
     assert optimizer.get_grad_norm_direct(gradients, None).item() == patches.INVALID
     if stage < 3:
         assert optimizer.check_overflow(partition_gradients=True) is None
+
+
+def test_torchs_kernel_clips_and_skips_all_steps_from_one_that_is_not_finite() -> None:
+    optimizer, ours = decided()
+    seen = []
+    for norm in (0.1, 2.0, float("inf"), 2.0):
+        optimizer.unscale_and_clip_grads([], torch.tensor(norm))
+        seen.append((optimizer.optimizer.grad_scale.item(), optimizer.optimizer.found_inf.item()))
+    assert seen == [(1.0, 0.0), (pytest.approx(4.0), 0.0), (math.inf, 1.0), (pytest.approx(4.0), 1.0)]
+    assert ours.stopped.item() == 1.0
+
+
+def test_the_norm_is_read_back_again_after_a_step_that_failed() -> None:
+    optimizer, _ = decided()
+    module = importlib.import_module(ZERO12[0])
+    with pytest.raises(AttributeError):  # this one was not initialised
+        optimizer.step()
+    assert module.is_invalid_grad_norm(torch.tensor(math.inf))
 
 
 def test_norms_are_joined_as_a_hypotenuse_and_an_invalid_one_stays_invalid() -> None:

@@ -32,6 +32,8 @@ from shardwise.simulate.time.streams import (
     COMPUTE,
     COMPUTE_WAITS,
     COPY,
+    HOST_READS,
+    HOST_WAITS,
     ISSUE,
     PEERS,
     REDUCED,
@@ -171,12 +173,22 @@ def test_a_gather_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_steps_its_part() -> None:
-    """Norm; one flat gradient, its fp32 copy, clipping, AdamW, cast: a quarter of each."""
-    step = [4, 2 + 4, 4 + 4, 28, 4 + 2]
-    for stage in (1, 2, 3):
-        assert _update(_zero(stage)) == [each / 4 for each in [2, *step]]
-    assert _update(_zero(2, item=4)) == [each / 4 for each in (4, 8, 28)]
+    """Norm; one flat gradient, its fp32 copy, AdamW, cast: a quarter of each. Stage 3 clips on its own."""
+    for stage, clipping in ((1, []), (2, []), (3, [4 + 4])):
+        step = [2, 4, 2 + 4, *clipping, 28, 4 + 2]
+        assert _update(_zero(stage)) == [each / 4 for each in step]
+    assert _update(_zero(2, item=4)) == [each / 4 for each in (4, 28)]
     assert _update(_zero(2), COMMUNICATE) == [2]
+
+
+def test_the_host_waits_for_the_reduction_alone_before_zero_1_and_2_step() -> None:
+    def waits(schedule: Schedule) -> list[Work]:
+        work = [schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))]
+        work.append(schedule._recorded(schedule.update))
+        return [item for part in work for item in part if item[0] in (HOST_READS, HOST_WAITS)]
+
+    assert waits(_zero(1)) == waits(_zero(2)) == [(HOST_READS, REDUCED)]
+    assert waits(_zero(3)) == [(HOST_WAITS,)] * 2
 
 
 def test_norms_of_single_gradients_search_convert_and_read() -> None:

@@ -249,7 +249,11 @@ def only_pickles(folder: Path) -> None:
     [
         (break_weights, CheckpointError, "2 of the model's weights are not in the files"),
         (only_pickles, JobError, "can run code when it is read"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"no"), JobError, "cannot load the model"),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"no"),
+            CheckpointError,
+            r"cannot be read(.|\n)*model\.safetensors",
+        ),
         (
             lambda f: (f / "config.json").write_text('{"model_type": "new"}'),
             JobError,

@@ -33,6 +33,16 @@ def joins(strategy: Strategy) -> bool:
     return strategy.quantized_weights or strategy.offload_parameters == "nvme"
 
 
+def decides_on_gpu(strategy: Strategy) -> bool:
+    """Whether the GPU alone learns if a step is finite, and the host goes on (runtime/step.py).
+
+    fp16's loss scale is the host's in DeepSpeed. Of AdamW kernels only torch's asks the GPU.
+    """
+    alone = strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
+    asks = strategy.optimizer == "adamw" and strategy.precision != "fp16"
+    return strategy.stage in (1, 2) and alone and asks
+
+
 def records(strategy: Strategy) -> bool:
     """Whether passes of adapters are recorded (runtime/adapters.py).
 

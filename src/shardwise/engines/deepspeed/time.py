@@ -42,7 +42,8 @@ class _Zero(Schedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        if policy.records_adapters(trace, strategy):
+        self.adapters = policy.records_adapters(trace, strategy)
+        if self.adapters:
             self.record()
             passes = [replace(segment, gradients=(), learned=0.0) for segment in self.segments]
             self.segments = [*passes, self._hooks()]
@@ -111,6 +112,7 @@ class _Buckets(_Zero):
         self.bucket = policy.Bucket(self.trace, strategy)  # empty at the end of a pass
         self.offload = strategy.offload_optimizer != "none"
         self.part = self.trainable / self.ranks
+        self.on_gpu = policy.decides_on_gpu(strategy)
         self.summed = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         """Bytes of an element of gradients as they are reduced (communication_data_type)."""
 
@@ -149,10 +151,11 @@ class _Buckets(_Zero):
         raise NotImplementedError
 
     def end_pass(self, *, first: bool, last: bool) -> None:
-        """Reduce the last bucket at the end of a backward pass; then the process waits for the GPU."""
+        """Reduce the last bucket at the end of a backward pass (`patches.order_streams`)."""
         self.flush(first=first, last=last)
         self.streams.compute_waits(REDUCED)
-        self.streams.host_waits()
+        if not (last and self.on_gpu):
+            self.streams.host_waits()
 
     def step_part(self) -> None:
         """This rank's part: gradients in fp32, clipping, AdamW, weights in the computation's format."""
@@ -160,13 +163,18 @@ class _Buckets(_Zero):
         if self.mixed:
             streams.move(copied(self.item) * part, "foreach_copy")
             streams.move(converted(self.item, FP32) * part, "mixed")
-        streams.move(copied(FP32) * part)
+        if not self.on_gpu:  # else AdamW's kernel clips
+            streams.move(copied(FP32) * part)
         self.adamw(part, 1)
         if self.mixed:
             streams.move(converted(FP32, self.item) * part, "foreach_copy")
 
     def norm(self) -> None:
-        """The gradient's norm over all ranks; the process waits for it, to decide whether to step."""
+        """The gradient's norm over all ranks.
+
+        Where the process decides whether to step, it waits for the norm. Else, with overlap, it waits for the
+        reduction: its memory is taken by the step, of recorded adapters by the next hooks (`_before_step`).
+        """
         streams = self.streams
         if self.peers.size > 1:
             self._norm_of_each()
@@ -174,7 +182,10 @@ class _Buckets(_Zero):
             streams.move(self.item * self.part, "foreach_norm")
         seconds = communication.all_reduce(FP32, self.group)
         streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
-        streams.host_waits()
+        if not self.on_gpu:
+            streams.host_waits()
+        elif self.strategy.overlap_comm and not self.adapters:
+            streams.host_reads(REDUCED)
 
     def _norm_of_each(self) -> None:
         """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
@@ -206,6 +217,8 @@ class Zero12(_Buckets):
         reduces = policy.reduces(self.strategy, last=last)
         for segment in self.segments:
             hooks = len(segment.gradients)
+            if first and hooks and self.adapters and self.strategy.overlap_comm:
+                self.streams.host_reads(REDUCED)
             self.run(segment, issue=hooks * self.host.seconds("zero_hook"))
             if self.strategy.stage == 1 and hooks and not first:
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)

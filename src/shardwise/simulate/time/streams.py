@@ -78,9 +78,9 @@ class Streams:
         """The process waits until the GPU has done all work."""
         self.work.append((HOST_WAITS,))
 
-    def host_reads(self) -> None:
-        """The process waits for the computation so far, to read a result."""
-        self.work.append((HOST_READS,))
+    def host_reads(self, until: int | None = None) -> None:
+        """The process waits for the computation so far, to read a result; or until an event."""
+        self.work.append((HOST_READS, until))
 
     def compute(self, seconds: float, *, issue: float = 0.0, joules: float = 0.0) -> None:
         """Kernels of `seconds` together, which the process issues in `issue` seconds."""
@@ -229,7 +229,7 @@ class Clocks:
                 over = (events[item[1]], copying[item[1]])  # the later one delays the next collective
                 communication, self._delayed_by = max((communication, self._delayed_by), over)
             elif kind == HOST_READS:
-                host = max(host, compute)
+                host = max(host, compute if item[1] is None else events[item[1]])
             else:
                 host = max(host, compute, communication, replicas, copy)
         self.host, self.compute, self.communication, self.copy = host, compute, communication, copy

@@ -5,7 +5,7 @@ those of a single process, recorded (decision 0103). Then DeepSpeed's own backwa
 gradients are these: the host goes through the hooks while the GPU still replays the passes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,11 @@ class _StandIn(nn.Module):
 class AdapterPasses:
     """Passes of a micro-batch that end in DeepSpeed's own backward pass."""
 
-    def __init__(self, objective: Objective, engine: Any, device: torch.device) -> None:
+    def __init__(
+        self, objective: Objective, engine: Any, device: torch.device, *, before_hooks: Callable[[], None]
+    ) -> None:
+        """`before_hooks` is called when the passes have been issued, and before the hooks take memory."""
+        self._before_hooks = before_hooks
         self._engine, self._objective = engine, objective
         weights = trainable(objective)
         # The same memory without DeepSpeed's hooks, and new to autograd, which ties a weight to a stream.
@@ -69,6 +73,7 @@ class AdapterPasses:
     def run(self, micro_batch: MicroBatch, factor: torch.Tensor) -> torch.Tensor:
         """The loss, fp32 scalar; DeepSpeed has taken the gradients of `factor` times it."""
         loss = self.recorded.run([micro_batch], factor)
+        self._before_hooks()
         self._engine.module = self._stand_in
         try:
             known = self._engine()

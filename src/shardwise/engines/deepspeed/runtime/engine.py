@@ -14,7 +14,7 @@ import copy
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.policy import records
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records
 from shardwise.engines.deepspeed.runtime.adapters import AdapterPasses
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
@@ -40,6 +40,7 @@ from shardwise.engines.deepspeed.runtime.patches import (
     without_reducing,
 )
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
+from shardwise.engines.deepspeed.runtime.step import StepOnGpu
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.deepspeed.runtime.zero3 import (
     gather_in_place,
@@ -117,6 +118,7 @@ class DeepSpeedEngine:
         if parallel:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
+        self._reduced: Callable[[], None] = lambda: None
         self._patch_optimizer(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
@@ -130,6 +132,14 @@ class DeepSpeedEngine:
                 device=world.device,
             )
             join_norm(self._optimizer, strategy.stage, self._fp32.norm)
+        self._on_gpu: StepOnGpu | None = None
+        if decides_on_gpu(strategy) and supported(DEEPSPEED):
+            self._on_gpu = StepOnGpu(
+                self._optimizer,
+                clip_norm=strategy.clip_norm,
+                device=world.device,
+                wait=self._before_step,
+            )
         for state in getattr(self._optimizer, "optimizer", self._optimizer).state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
@@ -147,7 +157,15 @@ class DeepSpeedEngine:
         objective = recordable(module, self._strategy, self.world.device)
         if objective is None or not self._frozen or self._fp32.trainable or not records(self._strategy):
             return None
-        return AdapterPasses(objective, self._engine, self.world.device)
+        return AdapterPasses(objective, self._engine, self.world.device, before_hooks=self._reduced)
+
+    def _before_step(self) -> None:
+        """Wait for the memory of gradients and buckets, which the step takes, as without StepOnGpu.
+
+        Recorded passes have memory of their own: there the buckets' is taken by the next hooks only.
+        """
+        if self._adapters is None:
+            self._reduced()
 
     def _shard(self, part: nn.Module) -> None:
         import deepspeed
@@ -168,7 +186,7 @@ class DeepSpeedEngine:
         if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
             use_joint_norms(self._optimizer, strategy.stage)
             if strategy.stage < 3 and cuda:
-                order_streams(self._optimizer, get_accelerator())
+                self._reduced = order_streams(self._optimizer, get_accelerator())
         if strategy.stage == 3:
             gather_in_place(parameters, self.world.device)
             if cuda:
@@ -199,13 +217,11 @@ class DeepSpeedEngine:
             dist.all_reduce(loss)
         set_rate(self._optimizer.param_groups, learning_rate)
         self._fp32.reduce(divisor=self.world.data_size)
-        found, was_skipped = self._apply()
+        found, skipped = self._apply()
         norm = found.to(self.world.device).float() if isinstance(found, torch.Tensor) else self._scalar(found)
-        skipped = self._scalar(float(was_skipped))
         if self._fp32_adamw is not None:
             one = torch.ones_like(norm)
             self._fp32_adamw.apply(learning_rate, norm=norm, skipped=skipped, loss_scale=one)
-        self._diverged = was_skipped and not fp16
         return StepResult(loss=loss, grad_norm=norm, skipped=skipped, loss_scale=loss_scale)
 
     def passes(self, micro_batches: Sequence[MicroBatch], *, target_tokens: int) -> torch.Tensor:
@@ -241,7 +257,7 @@ class DeepSpeedEngine:
             return None
         tensors, parts = self._own()
         tensors |= {**self._named.tensors(), **self._named.steps()}
-        return tensors | self._guard.tensors(diverged=self._diverged), parts | self._named.parts()
+        return tensors | self._guard.tensors(diverged=self._has_diverged()), parts | self._named.parts()
 
     def save(self, directory: Path) -> None:
         named = self.named_state()
@@ -249,7 +265,7 @@ class DeepSpeedEngine:
             self._engine.save_checkpoint(
                 str(directory),
                 tag=PICKLED,
-                client_state={"shardwise_diverged": self._diverged},
+                client_state={"shardwise_diverged": self._has_diverged()},
                 save_latest=False,
                 exclude_frozen_parameters=self._frozen,  # they come from the base model again
             )
@@ -263,16 +279,22 @@ class DeepSpeedEngine:
             if path is None:
                 what, fix = "DeepSpeed found no state of its own", "resume with the strategy that saved it"
                 raise CheckpointError(what, where=str(directory), fix=fix)
-            self._diverged = bool(client["shardwise_diverged"])
+            self._set_diverged(bool(client["shardwise_diverged"]))
             if live:
                 load_state(directory, self.world, live, parts)
             return
         live |= {**self._named.tensors(), **self._named.steps(), **self._guard.tensors(diverged=False)}
         load_state(directory, self.world, live, parts | self._named.parts())
         self._named.load_steps(live)
-        self._diverged = bool(live["guard/stopped"])
+        self._set_diverged(bool(live["guard/stopped"]))
         self._guard.load(live)
         self._named.publish()
+
+    def _set_diverged(self, diverged: bool) -> None:
+        """As a saved state says."""
+        self._diverged = diverged
+        if self._on_gpu is not None:
+            self._on_gpu.stopped.fill_(float(diverged))
 
     def _own(self) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         """The state of parameters that DeepSpeed does not see."""
@@ -297,20 +319,26 @@ class DeepSpeedEngine:
         """A number filled in on the device: a copy from the host would wait for the step to end."""
         return torch.full((), value, device=self.world.device)
 
-    def _apply(self) -> tuple[float | torch.Tensor, bool]:
-        """The optimizer step: the gradient norm before clipping, and whether the step was skipped."""
+    def _apply(self) -> tuple[float | torch.Tensor, torch.Tensor]:
+        """The optimizer step: the gradient norm before clipping, and 1.0 if the step was skipped."""
         if self._strategy.stage == 0 and self._strategy.precision == "fp32":
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(gradients)
-            if not torch.isfinite(norm):
-                self._engine.zero_grad()
-                return norm, True
-            self._engine.step()
-            return norm, False
+            total = torch.nn.utils.get_total_norm(gradients)
+            self._diverged = not bool(torch.isfinite(total))
+            (self._engine.zero_grad if self._diverged else self._engine.step)()
+            return total, self._scalar(float(self._diverged))
         self._engine.step()
         norm = self._engine.get_global_grad_norm()
         assert norm is not None
-        return norm, bool(self._optimizer.overflow)
+        if self._on_gpu is not None:
+            return norm, self._on_gpu.stopped.clone()
+        skipped = bool(self._optimizer.overflow)
+        self._diverged = skipped and self._strategy.precision != "fp16"
+        return norm, self._scalar(float(skipped))
+
+    def _has_diverged(self) -> bool:
+        """Whether a step was not finite, so that all later ones are skipped; waits for the GPU."""
+        return self._diverged or (self._on_gpu is not None and bool(self._on_gpu.stopped))
 
 
 def _prepare_deepspeed(world: World) -> None:

@@ -25,6 +25,7 @@ READ = {
     "DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue": "26ceef6d75b34b97",
     "DeepSpeedZeroOptimizer.scaled_global_norm": "63c6a6fe100c4e49",
     "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
+    "DeepSpeedZeroOptimizer.unscale_and_clip_grads": "6bf2ce6f97eafcc2",
     "DeepSpeedZeroOptimizer.update_lp_params": "3cdce069e3c66082",
     "DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
     "DeepSpeedZeroOptimizer_Stage3._unflatten_partitioned_parameters": "00cc8a3f65af736f",
@@ -44,6 +45,7 @@ READ = {
     "deepspeed.runtime.zero.partition_parameters.free_param": "96cebaaa66079050",
     "deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap": "31b69b43331878c7",
     "deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters": "859e0b924ea8fbbc",
+    "deepspeed.runtime.zero.stage_1_and_2.is_invalid_grad_norm": "6afd483e2c88e25e",
 }
 """`shardwise.patch.hash_of` each function that is replaced or relied on, in DeepSpeed 0.19.8."""
 
@@ -118,16 +120,18 @@ def use_joint_norms(optimizer: Any, stage: int) -> None:
         replace(optimizer, "check_overflow", lambda **_: None)
 
 
-def order_streams(optimizer: Any, accelerator: Any) -> None:
-    """After a step's passes, let streams of ZeRO-1 and 2 wait where DeepSpeed has the host wait (0103).
+def order_streams(optimizer: Any, accelerator: Any) -> Callable[[], None]:
+    """After a step's passes, let streams of ZeRO-1 and 2 wait where DeepSpeed has the host wait (0103, 0104).
 
     It waits so that gradients are freed after their reduction: an order on the GPU is enough, as gradients
-    are contiguous. The host goes on to the norm, for which it waits. Between micro-batches the host would run
-    ahead, and more memory would be in use.
+    are contiguous. Between micro-batches the host would run ahead, and more memory would be in use.
+    Returns what makes the host wait until those gradients are reduced: memory that another stream used is
+    free then. Without overlap there is no other stream, and no wait.
     """
     if not supported(DEEPSPEED):
-        return
+        return lambda: None
     epilogue = rely_on(optimizer, "independent_gradient_partition_epilogue")
+    reduced = accelerator.Event()
 
     def in_order() -> None:
         if not optimizer.is_gradient_accumulation_boundary():
@@ -138,8 +142,11 @@ def order_streams(optimizer: Any, accelerator: Any) -> None:
             epilogue()
         finally:
             del accelerator.synchronize
+        reduced.record(optimizer.reduction_stream)
 
     replace(optimizer, "independent_gradient_partition_epilogue", in_order)
+    wait: Callable[[], None] = reduced.synchronize
+    return wait
 
 
 def keep_views(optimizer: Any) -> None:
