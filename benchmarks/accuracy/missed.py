@@ -49,6 +49,9 @@ missing here, or if a named row is within its bound."""
 
 MISSED_MEANS: dict[str, dict[str, str]] = {
     "reserved": {},
-    "step": {},
+    "step": {
+        "families": "10.01 %: since Pythia-1.4B with tensor parallelism was measured again, which takes the "
+        "host longer than predicted"
+    },
 }
 """Sets whose mean is beyond the bound, and why: expected failures of a test, which fails if one is met."""
