@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +23,7 @@ from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
 from shardwise.simulate.time.roofline import table
+from shardwise.strategy import Strategy
 
 TIMER_OFF = "2026-11-22T21:24"
 """Since then the engine turns off DeepSpeed's throughput timer, which made the process wait for the GPU."""
@@ -116,10 +117,18 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "gathers": strategy.get("stage") == 3 and date < GATHERED,
-        "waits": strategy.get("stage") in (1, 2) and date < DECIDED_ON_GPU,
+        "waits": engine == "deepspeed"
+        and date < DECIDED_ON_GPU
+        and policy.decides_on_gpu(_strategy(strategy)),
         "passes": date < _recorded_since(str(engine), lora=lora),
     }
     return frozenset(name for name, other in others.items() if other)
+
+
+def _strategy(values: Mapping[str, Any]) -> Strategy:
+    """As a row has it; what it does not name has today's default."""
+    names = {field.name for field in fields(Strategy)}
+    return Strategy(**{name: value for name, value in values.items() if name in names})
 
 
 def _recorded_since(engine: str, *, lora: bool) -> str:

@@ -70,8 +70,8 @@ class Columns:
 def kind(value: Any) -> str:
     """What a field holds that is no text, in brackets."""
     kinds: dict[type, str] = {type(None): "null", list: "list", dict: "object", bool: "boolean", str: ""}
-    kind = kinds.get(type(value), "number")
-    return f" ({kind})" if kind else ""
+    found = kinds.get(type(value), "number")
+    return f" ({found})" if found else ""
 
 
 def proposal(fields: Mapping[str, Any]) -> str:

@@ -33,14 +33,18 @@ def joins(strategy: Strategy) -> bool:
     return strategy.quantized_weights or strategy.offload_parameters == "nvme"
 
 
+def steps_alone(strategy: Strategy) -> bool:
+    """Whether the optimizer is on the GPU, and no other rank holds a part of the same layers."""
+    return strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
+
+
 def decides_on_gpu(strategy: Strategy) -> bool:
     """Whether the GPU alone learns if a step is finite, and the host goes on (runtime/step.py).
 
     fp16's loss scale is the host's in DeepSpeed. Of AdamW kernels only torch's asks the GPU.
     """
-    alone = strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
     asks = strategy.optimizer == "adamw" and strategy.precision != "fp16"
-    return strategy.stage in (1, 2) and alone and asks
+    return strategy.stage in (1, 2) and steps_alone(strategy) and asks
 
 
 def records(strategy: Strategy) -> bool:
@@ -48,8 +52,7 @@ def records(strategy: Strategy) -> bool:
 
     Not in fp16: gradients that are known beforehand would miss its loss scale.
     """
-    alone = strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
-    return strategy.stage < 3 and strategy.precision == "bf16" and alone
+    return strategy.stage < 3 and strategy.precision == "bf16" and steps_alone(strategy)
 
 
 def records_adapters(trace: StepTrace, strategy: Strategy) -> bool:

@@ -49,6 +49,11 @@ class FusedAdamW(torch.optim.AdamW):
         super().step()
 
 
+def clipping(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
+    """What gradients are divided by: the inverse of clip_grad_norm_'s min(1, clip / (norm + 1e-6))."""
+    return ((norm + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm > 0 else torch.ones_like(norm)
+
+
 class Stage(NamedTuple):
     """Tensors that are stepped together, by name, and what is called when their kernels are issued."""
 
@@ -136,9 +141,7 @@ class AdamW:
         self, learning_rate: float, *, norm: torch.Tensor, skipped: torch.Tensor, loss_scale: torch.Tensor
     ) -> None:
         """Step with gradients divided by `loss_scale` and clipped by `norm`, unless `skipped` is 1.0."""
-        divisor = loss_scale
-        if self.clip_norm > 0:  # the inverse of torch.nn.utils.clip_grad_norm_'s min(1, clip / (norm + 1e-6))
-            divisor = divisor * ((norm + 1e-6) / self.clip_norm).clamp(min=1.0)
+        divisor = loss_scale * clipping(norm, self.clip_norm)
         for own, moments, after in self._stages:
             if moments is not None:
                 set_rate(moments.param_groups, learning_rate)

@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.policy import decides_on_gpu, records
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records, steps_alone
 from shardwise.engines.deepspeed.runtime.adapters import AdapterPasses
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
@@ -183,7 +183,7 @@ class DeepSpeedEngine:
         strategy, cuda = self._strategy, self.world.device.type == "cuda"
         if 0 < strategy.stage < 3:
             keep_views(self._optimizer)
-        if strategy.stage > 0 and strategy.offload_optimizer == "none" and strategy.tensor_parallel == 1:
+        if strategy.stage > 0 and steps_alone(strategy):
             use_joint_norms(self._optimizer, strategy.stage)
             if strategy.stage < 3 and cuda:
                 self._reduced = order_streams(self._optimizer, get_accelerator())

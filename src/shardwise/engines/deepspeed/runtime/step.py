@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.engines.deepspeed.runtime.patches import rely_on, replace
+from shardwise.engines.runtime.adamw import clipping
 
 _ASKS = "is_invalid_grad_norm"  # The function that reads the norm back
 
@@ -24,12 +25,12 @@ class StepOnGpu:
 
         `wait` is called when the norm has been issued, and before memory is taken for the step.
         """
+        from deepspeed.runtime.zero import stage_1_and_2 as module
+
         self._adamw, self._clip_norm = optimizer.optimizer, clip_norm
         self.stopped = torch.zeros((), device=device)
         """1.0 once a step was not finite: no later step is applied either."""
         self._norm: torch.Tensor | None = None
-        from deepspeed.runtime.zero import stage_1_and_2 as module
-
         asks, step = rely_on(module, _ASKS), rely_on(optimizer, "step")
 
         def not_invalid(_: object) -> bool:
@@ -53,6 +54,4 @@ class StepOnGpu:
         self._norm = norm
         bad = ~(norm.isfinite() & (norm >= 0))  # DeepSpeed's own test
         self.stopped.copy_(torch.maximum(self.stopped, bad.float()))
-        self._adamw.found_inf, self._adamw.grad_scale = self.stopped, torch.ones_like(self.stopped)
-        if self._clip_norm > 0:
-            self._adamw.grad_scale = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
+        self._adamw.found_inf, self._adamw.grad_scale = self.stopped, clipping(norm, self._clip_norm)
