@@ -15,6 +15,10 @@ from assets import LONGEST, ROWS
 from torch import nn
 
 from shardwise.engines.deepspeed import policy
+from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
+from shardwise.engines.deepspeed.memory import zero3
+from shardwise.engines.deepspeed.memory.zero012 import Zero12Memory
+from shardwise.engines.deepspeed.time import Zero12
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
@@ -22,7 +26,11 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
+from shardwise.simulate.memory.gpu import OPTIMIZER, GpuMemory
+from shardwise.simulate.step_trace import FP32, FP64
+from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.roofline import table
+from shardwise.simulate.time.schedule import converted
 from shardwise.strategy import Strategy
 
 TIMER_OFF = "2026-11-22T21:24"
@@ -73,6 +81,16 @@ GATHERED = "2026-11-29T16:42"
 DECIDED_ON_GPU = "2026-11-30T01:15"
 """Since then the host does not wait for the norm of ZeRO-1 and 2, and AdamW's kernel clips."""
 
+HOOKED = "2026-11-30T03:50"
+"""Since then passes are recorded with DeepSpeed's hooks, and tensor parallelism takes one norm, without a
+wait for it."""
+
+SUMMED = "2026-11-30T04:31"
+"""Since then recorded ZeRO-1 and 2 have gradients in fp32, and ZeRO-3 steps fewer elements at once."""
+
+ZERO3_DECIDED = "2026-11-30T04:02"
+"""Since then the host does not wait for ZeRO-3's norm either, where passes are recorded."""
+
 VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
 
 MASKED = "2026-11-26T18:20"
@@ -96,7 +114,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
-    `gathers`, `waits` and `codes`, whose time is predicted as of today.
+    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups` and `codes`, whose time is predicted as of today.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -116,13 +134,24 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "gelu": kind in GELU and date < GELU_FUSED,
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
-        "gathers": strategy.get("stage") == 3 and date < GATHERED,
-        "waits": engine == "deepspeed"
-        and date < DECIDED_ON_GPU
-        and policy.decides_on_gpu(_strategy(strategy)),
         "passes": date < _recorded_since(str(engine), lora=lora),
     }
+    if engine == "deepspeed":
+        others |= _of_deepspeed(_strategy(strategy), date)
     return frozenset(name for name, other in others.items() if other)
+
+
+def _of_deepspeed(strategy: Strategy, date: str) -> dict[str, bool]:
+    cut, third, hooked = strategy.tensor_parallel > 1, strategy.stage == 3, policy.records_hooks(strategy)
+    decided = ZERO3_DECIDED if third else HOOKED if cut else DECIDED_ON_GPU
+    return {
+        "gathers": third and date < GATHERED,
+        "waits": date < decided and policy.decides_on_gpu(strategy),
+        "hooks": date < HOOKED and hooked,
+        "norms": date < HOOKED and cut,
+        "sums": HOOKED <= date < SUMMED and hooked and not third,
+        "groups": third and date < SUMMED,
+    }
 
 
 def _strategy(values: Mapping[str, Any]) -> Strategy:
@@ -156,35 +185,75 @@ def _with_masked_experts(model: nn.Module) -> list[nn.Module]:
     return find_blocks(model)
 
 
+def _norm_of_each(schedule: Zero12) -> None:
+    """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
+
+    The first looks for the smallest and the largest value of each gradient and waits, the second copies each
+    to fp64. The host is assumed to need as long for one as stage 0 does for nearly the same.
+    """
+    streams, parameters = schedule.streams, -(-len(schedule.trace.trainable) // schedule.ranks)
+    issue, read = parameters * schedule.host.seconds("zero0_parameter"), schedule.item * schedule.part
+    streams.move(2 * read, "foreach_norm", kernels=2 * parameters, issue=issue)
+    streams.sum_over_peers(2 * communication.all_reduce(FP32, schedule.peers), 0.0)
+    streams.host_waits()
+    streams.move(converted(schedule.item, FP64) * schedule.part, "mixed", kernels=parameters)
+    streams.move(FP64 * schedule.part, "foreach_norm", kernels=parameters)
+    seconds = communication.all_reduce(FP32, schedule.group)
+    streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
+    streams.host_waits()
+
+
+_STEP = Zero12Memory.step
+
+
+def _step_with_norms(engine: Zero12Memory, memory: GpuMemory) -> None:
+    """Each gradient in fp64, for its norm (get_grad_norm_direct)."""
+    for index in sorted(engine._owned):
+        memory.scratch(OPTIMIZER, FP64 * dict(engine._flat.pieces(index))[engine._rank])
+    _STEP(engine, memory)
+
+
+def _patches() -> dict[str, list[Any]]:
+    """What `earlier_kernels` names, as it was."""
+    return {
+        "sinks": [patch.object(build, "sum_in_parallel", lambda _: None)],
+        "experts": [patch.object(build, "find_blocks", _with_masked_experts)],
+        "masks": [  # position ids that restart, and no mask, or transformers' masks
+            patch.object(CausalLM, "_masks", lambda *_: None),
+            patch.object(causal_lm, "CAUSAL", "sdpa"),
+        ],
+        "unmasked": [patch.object(CausalLM, "_needs_mask", lambda *_: True)],
+        "heads": [  # cut with lists of indices
+            patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x))
+        ],
+        "mlp": [patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0)],
+        "gelu": [patch.object(build, "fuse_gelu", lambda _: None)],
+        "gathers": [
+            patch.object(policy, "joins", lambda _: True),
+            patch.dict(table()["host"], zero3_visit=VISIT),
+        ],
+        "waits": [patch.object(policy, "decides_on_gpu", lambda _: False)],
+        "hooks": [patch.object(policy, "records_hooks", lambda _: False)],
+        "sums": [patch.object(policy, "keeps_sums", lambda _, strategy: sums_in_fp32(strategy))],
+        "groups": [patch.object(zero3, "sub_group", lambda _: SUB_GROUP_OF_HOST)],
+        "norms": [
+            patch.object(Zero12, "norm", _norm_of_each),
+            patch.object(Zero12Memory, "step", _step_with_norms),
+        ],
+        "logits": [patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)],
+    }
+
+
 @contextmanager
 def kernels_of(earlier: frozenset[str]) -> Iterator[None]:
     """Within, models are built, traced and simulated with what `earlier` names as it was."""
     attention = dict(EARLIER) if "attention" in earlier else {}
+    if "sinks" in earlier:
+        attention["gpt_oss"] = ("mask",)
+    ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention.items()}
     with ExitStack() as stack:
-        if "sinks" in earlier:
-            attention["gpt_oss"] = ("mask",)
-            stack.enter_context(patch.object(build, "sum_in_parallel", lambda _: None))
-        if "experts" in earlier:
-            stack.enter_context(patch.object(build, "find_blocks", _with_masked_experts))
-        ways = {name: replace(FAMILIES[name], packing=ways) for name, ways in attention.items()}
         stack.enter_context(patch.dict(FAMILIES, ways))
-        if "masks" in earlier:  # position ids that restart, and no mask
-            stack.enter_context(patch.object(CausalLM, "_masks", lambda *_: None))
-            stack.enter_context(patch.object(causal_lm, "CAUSAL", "sdpa"))  # transformers' masks
-        if "unmasked" in earlier:
-            stack.enter_context(patch.object(CausalLM, "_needs_mask", lambda *_: True))
-        if "heads" in earlier:  # cut with lists of indices
-            stack.enter_context(patch.object(own_attention, "_falcon_heads", lambda m, x: m._split_heads(x)))
-        if "mlp" in earlier:
-            stack.enter_context(patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0))
-        if "gelu" in earlier:
-            stack.enter_context(patch.object(build, "fuse_gelu", lambda _: None))
-        if "gathers" in earlier:
-            stack.enter_context(patch.object(policy, "joins", lambda _: True))
-            stack.enter_context(patch.dict(table()["host"], zero3_visit=VISIT))
-        if "waits" in earlier:
-            stack.enter_context(patch.object(policy, "decides_on_gpu", lambda _: False))
-        if "logits" in earlier:
-            width = patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)
-            stack.enter_context(width)
+        for name, patches in _patches().items():
+            for one in patches if name in earlier else ():
+                stack.enter_context(one)
         yield

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from engine_scenarios import DEEPSPEED, same, snapshot
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.deepspeed.runtime import adapters, engine
-from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_in_order
+from shardwise.engines.deepspeed import config
+from shardwise.engines.deepspeed.runtime import adapters, engine, recorded
+from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_gathered, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
 
 
@@ -112,6 +113,37 @@ def gathers(place: str) -> None:
     dist.destroy_process_group()
 
 
+def leaves_nothing(place: str) -> None:
+    """Two engines of one process: one releases after an evaluation between steps, one evaluates nothing."""
+    world = w.join()
+    found: dict[str, Any] = {}
+    for name in ("zero3", "zero3-noreshard"):
+        strategy = replace(w.fitted(DEEPSPEED[name], world), precision="fp32")
+        ended = []
+        for evaluates in (False, True):
+            with patch.object(config, "PERSIST", 8):
+                one = w.engine_for(strategy, world)
+            losses = [step.loss.item() for step in w.train(one, strategy, range(3))]
+            if evaluates:
+                one.evaluate(w.rows(0))
+                parameters = [*one._engine.module.parameters()]
+                left = [p for p in parameters if p.ds_status.name == "AVAILABLE" and not p.ds_persist]
+                release_gathered(one._optimizer.parameter_offload.get_param_coordinator(), parameters)
+                after = {p.ds_status.name for p in left}
+                found[name] = {"left": bool(left), "after": sorted(after), "empty": not sum(map(numel, left))}
+            losses += [step.loss.item() for step in w.train(one, strategy, range(3, 6))]
+            ended.append((losses, snapshot(one)))
+        found[name]["same"] = ended[0][0] == ended[1][0] and same(ended[0][1], ended[1][1])
+    if world.rank == 0:
+        (Path(place) / "leaves_nothing.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def numel(parameter: torch.Tensor) -> int:
+    return parameter.data.numel()
+
+
 class UsualPasses:
     """In the place of recorded passes, which need a GPU: the same passes, issued one by one."""
 
@@ -136,6 +168,47 @@ class UsualPasses:
         return loss.detach()
 
 
+class HookedUsual(recorded._Recorded):
+    """The same of passes with DeepSpeed's hooks."""
+
+    def __init__(
+        self, engine: Any, optimizer: Any, _: Any, apart: Sequence[torch.Tensor], order: Any
+    ) -> None:
+        self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
+        self.gradients, self.kept = [torch.zeros_like(one) for one in apart], {}
+
+    place = nullcontext
+
+    def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        self._factor = factor
+        return self.passes(micro_batches[0])
+
+
+def keeps_sums(place: str) -> None:
+    """Two engines of each stage: gradients as DeepSpeed has them, and fp32 ones that stay."""
+    world, found = w.join(), {}
+    still = patch.multiple(recorded.Zero12Order, begin=lambda _: None, end=lambda _: None)
+    for name, accumulation in (("zero1", 1), ("zero2", 1), ("zero2", 2)):
+        strategy = replace(w.fitted(DEEPSPEED[name], world, accumulation), precision="bf16")
+        ended = []
+        for ours in (False, True):
+            objective = {"side_effect": lambda module, *_, o=ours: module if o else None}
+            usual = patch.object(recorded, "_Recorded", HookedUsual)
+            with patch.object(engine, "recordable", **objective), usual, still:
+                one = w.engine_for(strategy, world, model=w.mamba)
+                assert (one._graphs is not None) == ours
+                steps = w.train(one, strategy, range(4))
+            numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
+            ended.append((numbers, snapshot(one), one.evaluate(w.rows(0)).item()))
+        (losses, before, held_out), (kept, after, kept_held_out) = ended
+        equal = losses == kept and same(before, after) and held_out == kept_held_out
+        found[f"{name} x{accumulation}"] = equal
+    if world.rank == 0:
+        (Path(place) / "keeps_sums.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def hands_over(place: str) -> None:
     """Two engines of each stage: DeepSpeed's backward pass, and one over gradients that are known."""
     world = w.join()
@@ -145,17 +218,17 @@ def hands_over(place: str) -> None:
             strategy = w.fitted(DEEPSPEED[name], world, accumulation)
             strategy = replace(strategy, precision="bf16")
             ended = []
-            for recorded in (False, True):
-                objective = {"side_effect": lambda module, *_, r=recorded: module if r else None}
+            for ours in (False, True):
+                objective = {"side_effect": lambda module, *_, o=ours: module if o else None}
                 usual = patch.object(adapters, "RecordedPasses", UsualPasses)
                 with patch.object(engine, "recordable", **objective), usual:
                     one = w.engine_for(strategy, world, model=w.mamba, lora=True)
-                assert (one._adapters is not None) == recorded
+                assert (one._graphs is not None) == ours
                 steps = w.train(one, strategy, range(3))
                 numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
                 ended.append((numbers, snapshot(one), one.evaluate(w.rows(0)).item()))
-            (losses, before, held_out), (ours, after, ours_held_out) = ended
-            equal = losses == ours and same(before, after) and held_out == ours_held_out
+            (losses, before, held_out), (known, after, known_held_out) = ended
+            equal = losses == known and same(before, after) and held_out == known_held_out
             found[f"{name} x{accumulation}"] = equal
     if world.rank == 0:
         (Path(place) / "hands_over.json").write_text(json.dumps(found))

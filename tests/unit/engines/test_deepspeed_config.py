@@ -94,6 +94,13 @@ def test_not_resharding_keeps_parameters_for_any_distance() -> None:
     assert config(stage=3)["zero_optimization"]["memory_efficient_linear"] is True
 
 
+@pytest.mark.parametrize(("place", "elements"), [("none", 100_000_000), ("cpu", 1_000_000_000)])
+def test_zero_3_steps_fewer_elements_at_once_on_the_gpu(place: str, elements: int) -> None:
+    strategy = Strategy(engine="deepspeed", stage=3, offload_optimizer=place)
+    config = deepspeed_config(strategy, Optimizer(), trainable_parameters=1, largest_parameter=1)
+    assert config["zero_optimization"]["sub_group_size"] == elements
+
+
 def test_the_compiled_cpu_optimizer_only_under_offload() -> None:
     assert config(stage=2)["optimizer"]["params"]["torch_adam"] is True
     assert "torch_adam" not in config(stage=2, offload_optimizer="cpu")["optimizer"]["params"]

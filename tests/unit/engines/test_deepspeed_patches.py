@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches, zero3
+from shardwise.engines.deepspeed.runtime.recorded import Zero3Order
 from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
 from shardwise.engines.deepspeed.runtime.step import StepOnGpu
 from shardwise.errors import MachineError
@@ -32,6 +33,8 @@ INIT = ("deepspeed.runtime.zero.partition_parameters", "Init")
 COORDINATION = ("deepspeed.runtime.zero.partitioned_param_coordinator", None)
 TRANSPORT = ("deepspeed.comm.torch", None)
 LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"
+EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
+PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
 
 def owner(place: tuple[str, str | None]) -> Any:
@@ -72,6 +75,21 @@ def in_order() -> Any:
     return coordinator
 
 
+def recorded(**values: Any) -> Any:
+    """A ZeRO-3 optimizer whose passes are recorded."""
+    coordinator = bare(COORDINATOR, **{LIMIT: 2, EVENTS: [1]})
+    values |= {"parameter_offload": SimpleNamespace(get_param_coordinator=lambda: coordinator)}
+    values |= {"reduce_and_partition_stream": Streams(), "persistent_parameters": [], PARTITIONS: {}}
+    optimizer = bare(ZERO3, param_reduce_events=[1], **values)
+    Zero3Order(optimizer, [], zero3.Released(Streams(), Streams()), sums=False, streams=Streams())
+    return optimizer
+
+
+def gone() -> None:
+    registry = "_PartitionedParameterCoordinator__inflight_param_registry"
+    zero3.release_gathered(bare(COORDINATOR, **{registry: {}}), [])
+
+
 def in_place() -> Any:
     parameter = SimpleNamespace(all_gather_coalesced=None, all_gather=None)
     zero3.gather_in_place([parameter], torch.device("cpu"))
@@ -84,8 +102,8 @@ def ordered() -> Any:
     return optimizer
 
 
-def decided() -> tuple[Any, StepOnGpu]:
-    optimizer = bare(ZERO12, optimizer=SimpleNamespace())
+def decided(place: tuple[str, str | None] = ZERO12) -> tuple[Any, StepOnGpu]:
+    optimizer = bare(place, optimizer=SimpleNamespace())
     how: dict[str, Any] = {"clip_norm": 0.5, "device": torch.device("cpu")}
     return optimizer, StepOnGpu(optimizer, **how, wait=lambda: None)
 
@@ -113,6 +131,8 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (decided, ZERO12, "step"),
     (decided, ZERO12, "unscale_and_clip_grads"),
     (decided, (ZERO12[0], None), "is_invalid_grad_norm"),
+    (lambda: decided(ZERO3), ZERO3, "unscale_and_clip_grads"),
+    (lambda: decided(ZERO3), (ZERO3[0], None), "is_invalid_grad_norm"),
     (lambda: joint(3, ZERO3), ZERO3, "get_grad_norm_direct"),
     (lambda: joint(3, ZERO3), ZERO3, "_get_norm_groups"),
     (lambda: joint(3, ZERO3), ZERO3, "step"),
@@ -121,9 +141,14 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joined(0, ZERO0), OVERFLOW, "check"),
     (lambda: joined(1, ZERO12), ZERO12, "scaled_global_norm"),
     (lambda: joined(3, ZERO3), ZERO3, "_get_norm_groups"),
+    (recorded, ZERO3, f"_{ZERO3[1]}__add_grad_to_ipg_bucket"),
+    (recorded, ZERO3, f"_{ZERO3[1]}__reduce_and_partition_ipg_grads"),
+    (recorded, ZERO3, "independent_gradient_partition_epilogue"),
+    (recorded, ZERO3, "partition_grads"),
     (in_order, COORDINATOR, "fetch_sub_module"),
     (in_order, COORDINATOR, "release_sub_module"),
     (in_order, COORDINATOR, "release_and_reset_all"),
+    (gone, COORDINATOR, "_clean_inflight_param_registry"),
     (in_order, PARTITION, "free_param"),
     (in_place, INIT, "_convert_to_deepspeed_param"),
     (in_place, INIT, "_all_gather"),
@@ -136,6 +161,11 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
 ]
 GLOBAL = [(place, name) for _, place, name in CASES if place in (PARTITION, COORDINATION, TRANSPORT)]
 NAMES = [f"{place[1] or place[0]}.{name}" for _, place, name in CASES]
+
+
+def read(place: tuple[str, str | None], name: str) -> str:
+    kind = owner(place).__name__
+    return f"{kind}.{name.removeprefix(f'_{kind}')}"
 
 
 def keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,11 +212,11 @@ def test_a_changed_function_is_an_error(
 @pytest.mark.parametrize(("place", "name"), sorted({case[1:] for case in CASES}, key=str))
 def test_the_installed_source_is_the_one_that_was_read(place: Any, name: str) -> None:
     """Whatever its version: `make newest` shows what a new release changed."""
-    assert hash_of(getattr(owner(place), name)) == patches.READ[f"{owner(place).__name__}.{name}"]
+    assert hash_of(getattr(owner(place), name)) == patches.READ[read(place, name)]
 
 
 def test_nothing_is_listed_that_is_not_replaced_or_relied_on() -> None:
-    assert {f"{owner(place).__name__}.{name}" for _, place, name in CASES} == set(patches.READ)
+    assert {read(place, name) for _, place, name in CASES} == set(patches.READ)
 
 
 def test_a_renamed_limit_or_stream_is_an_error() -> None:
@@ -350,7 +380,7 @@ class Streams:
 
 def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
     streams = Streams()
-    released = zero3._Released(streams, streams)
+    released = zero3.Released(streams, streams)
     released.advance()
     memory = torch.ones(3)
     alive = weakref.ref(memory)
@@ -368,7 +398,7 @@ def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
 
 def test_memory_that_no_module_released_and_all_at_the_end_wait_for_the_computation() -> None:
     streams = Streams()
-    released = zero3._Released(streams, streams)
+    released = zero3.Released(streams, streams)
     memory = torch.ones(3)
     alive = weakref.ref(memory)
     released.add(memory)
@@ -395,7 +425,7 @@ def test_each_engine_frees_its_own_parameters_and_leaves_others_to_deepspeed(
     logs = []
     for p in (first, second):
         streams = Streams()
-        p._shardwise_released = zero3._Released(streams, streams)
+        p._shardwise_released = zero3.Released(streams, streams)
         logs.append(streams.log)
     free(second)
     assert logs == [[], ["wait for computation"]]

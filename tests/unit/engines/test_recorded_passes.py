@@ -93,7 +93,7 @@ def test_what_ended_a_capture_is_said_not_what_followed(
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     recorded = RecordedPasses.__new__(RecordedPasses)
-    given = {"_tokens": {}, "_pool": SimpleNamespace(id=0), "_stream": None, "_passes": passes}
+    given = {"_tokens": {}, "_pool": SimpleNamespace(id=0), "_stream": None, "passes": passes}
     vars(recorded).update(given)
     with pytest.raises(found, match=says):
         recorded._record(batch(0, 100, 200))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardwise.engines import descriptor
-from shardwise.engines.deepspeed.policy import records
+from shardwise.engines.deepspeed.policy import records, records_passes
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.memory.allocator import MIN_BLOCK_BYTES, CachingAllocator
 from shardwise.simulate.memory.recorded import SEED, TOKENS
@@ -212,3 +212,58 @@ def test_zero_gets_the_gradients_of_adapters_from_sums(adapters: StepTrace, stra
 def test_zero_records_nothing_else(change: dict[str, Any]) -> None:
     assert records(ZERO2)
     assert not records(replace(ZERO2, **change))
+
+
+HOOKED = [replace(ZERO2, stage=stage) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("strategy", HOOKED, ids=["zero1", "zero2", "zero3"])
+def test_passes_with_deepspeeds_hooks_cost_the_host_one_call(layers, strategy: Strategy) -> None:
+    trace = replace(with_gradients(layers(blocks=64, width=256, tokens=256)), one_shape=True)
+    usual, recorded = (time(replace(trace, one_shape=alike), strategy) for alike in (False, True))
+    assert recorded.launch_seconds == pytest.approx(Host().seconds("step") + Host().seconds("graph"))
+    assert usual.launch_seconds > 64 * Host().seconds("zero_hook") + recorded.launch_seconds
+    assert recorded.step_seconds < 0.5 * usual.step_seconds
+
+
+@pytest.mark.parametrize("strategy", HOOKED, ids=["zero1", "zero2", "zero3"])
+def test_passes_with_hooks_have_the_memory_of_before_in_a_pool_of_their_own(
+    layers, strategy: Strategy
+) -> None:
+    trace = with_gradients(layers(blocks=8, width=1024, tokens=256))
+    usual, recorded = (memory(replace(trace, one_shape=alike), strategy) for alike in (False, True))
+    block = 2 * 1024 * 1024
+    more = recorded.peak_allocated_bytes - usual.peak_allocated_bytes
+    assert -32 * MIB <= more <= block + TOKENS * trace.tokens + MIN_BLOCK_BYTES, "a block's gradients at most"
+
+
+def test_the_moments_are_there_before_the_first_step(layers) -> None:
+    """Not those of bitsandbytes, which makes them in its first step."""
+    trace = replace(with_gradients(layers(blocks=8, width=1024, tokens=256)), one_shape=True)
+    trained = sum(trace.parameters[index].numel for index in trace.trainable)
+
+    def built(strategy: Strategy) -> int:
+        found = memory(trace, strategy).timeline
+        return next(moment.allocated_bytes for moment in found if moment.where == "block 0 forward")
+
+    for strategy in HOOKED[1:]:
+        apart = built(strategy) - built(replace(strategy, optimizer="adamw8bit"))
+        assert apart == pytest.approx(2 * FP32 * trained / 2, rel=0.05)
+
+
+def test_this_ranks_gradients_of_zero_2_are_fp32_and_stay(layers) -> None:
+    """So do the moments, which are made in the first step otherwise."""
+    trace = with_gradients(layers(blocks=8, width=1024, tokens=256))
+    found = [memory(replace(trace, one_shape=alike), HOOKED[1]).timeline for alike in (False, True)]
+    usual, recorded = (
+        next(m.allocated_bytes for m in moments if m.where == "block 0 forward") for moments in found
+    )
+    trained = sum(trace.parameters[index].numel for index in trace.trainable)
+    assert recorded - usual == pytest.approx(3 * FP32 * trained / 2 + TOKENS * trace.tokens, abs=MIB)
+
+
+def test_adapters_under_zero_2_need_no_hooks_but_those_under_zero_3_do(layers) -> None:
+    trace = replace(layers(trainable=False), one_shape=True)
+    assert not records_passes(trace, ZERO2)
+    assert records_passes(trace, HOOKED[2])
+    assert not records_passes(replace(trace, one_shape=False), HOOKED[2])

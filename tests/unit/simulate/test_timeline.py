@@ -453,19 +453,14 @@ def test_a_sum_and_a_collective_beside_it_have_half_of_the_links_each() -> None:
     assert clocks.communication - clocks._launch == pytest.approx(16.0)
 
 
-def test_each_gradient_has_a_norm_of_its_own_under_tensor_parallelism(layers, unlimited) -> None:
-    """Its largest and smallest value, a copy in fp64, and the copy's norm, instead of one norm of all.
-
-    And clipping, which AdamW's kernel does otherwise.
-    """
+def test_tensor_parallel_ranks_step_as_one_does(layers, unlimited) -> None:
+    """One norm of all gradients, and no clipping but that of AdamW's kernel: only a number is summed more."""
     shape = {"blocks": 16, "width": 8192, "tokens": 8192}
     alone = predict(layers(**shape), **zero(1, gpus=1))
     trace = replace(layers(**shape), tensor_parallel=2)
     cut = predict(trace, **zero(1, gpus=1, tensor_parallel=2))
-    elements = 16 * 8192**2 + 1024 * 8192
-    more = elements * (10 / 0.40 + 8 / 0.74 - 2 / 0.74 + 8 / 0.90) / BANDWIDTH
-    more += 17 * table()["host"]["zero0_parameter"]  # the first look takes the GPU half of that
-    assert cut.optimizer_seconds - alone.optimizer_seconds == pytest.approx(more, rel=0.05)
+    assert alone.optimizer_seconds > 0.015
+    assert 0 < cut.optimizer_seconds - alone.optimizer_seconds < 50e-6
 
 
 @pytest.mark.parametrize("gpus", [1, 4])

@@ -23,6 +23,10 @@ PERSIST = 100_000
 NEVER_RELEASE = 10**15
 RELEASE_AT = 1_000_000_000
 
+# ZeRO-3 steps so many elements at once: 0.6 GB for copies of their gradients, in bf16 and fp32. DeepSpeed's
+# default is the second, which stays for an optimizer on the host.
+SUB_GROUP, SUB_GROUP_OF_HOST = 100_000_000, 1_000_000_000
+
 # A parameter waits on NVMe in buffers that must hold the largest one: DeepSpeed's default size.
 NVME_BUFFER = 100_000_000
 
@@ -65,9 +69,18 @@ def sums_in_fp32(strategy: Strategy) -> bool:
 
     The reduction stays in the computation's format: no more traffic. ZeRO-1 would reduce all gradients in
     fp32, twice the traffic. Not in fp16: an offloaded ZeRO-2 of 0.19.8 does not empty these buffers after an
-    overflow.
+    overflow. What passes that are recorded do: policy.py.
     """
     return strategy.stage >= 2 and strategy.accumulation > 1 and strategy.precision == "bf16"
+
+
+def sub_group(strategy: Strategy) -> int:
+    """Elements of a rank that ZeRO-3 steps at once, with copies of their gradients.
+
+    Not of bitsandbytes' AdamW, whose state DeepSpeed saves by these groups: checkpoints stay what they are.
+    """
+    own = strategy.offload_optimizer == "none" and strategy.optimizer == "adamw"
+    return SUB_GROUP if own else SUB_GROUP_OF_HOST
 
 
 def _optimizer(strategy: Strategy, optimizer: schema.Optimizer) -> dict[str, Any]:
@@ -119,6 +132,7 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
             "stage3_param_persistence_threshold": PERSIST,
             "stage3_max_live_parameters": keep,
             "stage3_max_reuse_distance": keep,
+            "sub_group_size": sub_group(strategy),
             # DeepSpeed's own linear layer does not keep the gathered weight alive from forward to backward.
             # torch's is faster and rounds once instead of twice, and is as good where the weight is to stay
             # anyway, or where the forward pass is done again.

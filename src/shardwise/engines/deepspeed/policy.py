@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeVar
 
-from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT
+from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT, sums_in_fp32
 from shardwise.simulate.memory.recorded import has_adapters, own_pool
 from shardwise.simulate.step_trace import StepTrace, fp32_parameters
 from shardwise.strategy import Strategy
@@ -33,18 +33,19 @@ def joins(strategy: Strategy) -> bool:
     return strategy.quantized_weights or strategy.offload_parameters == "nvme"
 
 
-def steps_alone(strategy: Strategy) -> bool:
-    """Whether the optimizer is on the GPU, and no other rank holds a part of the same layers."""
-    return strategy.tensor_parallel == 1 and strategy.offload_optimizer == "none"
+def steps_on_gpu(strategy: Strategy) -> bool:
+    """Whether the optimizer's state is there."""
+    return strategy.offload_optimizer == "none"
 
 
 def decides_on_gpu(strategy: Strategy) -> bool:
     """Whether the GPU alone learns if a step is finite, and the host goes on (runtime/step.py).
 
-    fp16's loss scale is the host's in DeepSpeed. Of AdamW kernels only torch's asks the GPU.
+    Under ZeRO-3 only if passes are recorded: otherwise the memory in use depends on how far the host is
+    ahead. fp16's loss scale is the host's in DeepSpeed. Of AdamW kernels only torch's asks the GPU.
     """
     asks = strategy.optimizer == "adamw" and strategy.precision != "fp16"
-    return strategy.stage in (1, 2) and steps_alone(strategy) and asks
+    return strategy.stage > 0 and steps_on_gpu(strategy) and asks
 
 
 def records(strategy: Strategy) -> bool:
@@ -52,13 +53,42 @@ def records(strategy: Strategy) -> bool:
 
     Not in fp16: gradients that are known beforehand would miss its loss scale.
     """
-    return strategy.stage < 3 and strategy.precision == "bf16" and steps_alone(strategy)
+    alone = strategy.tensor_parallel == 1 and steps_on_gpu(strategy)
+    return strategy.stage < 3 and strategy.precision == "bf16" and alone
+
+
+def records_hooks(strategy: Strategy) -> bool:
+    """Whether passes are recorded with DeepSpeed's hooks (runtime/recorded.py); those of adapters at stage 3.
+
+    Not where the host takes part in them: offloading, fp16's loss scale, what is quantized. ZeRO-1 reduces
+    in the last micro-batch only, and hpZ's gathers differ between the first one and others.
+    """
+    quantized = strategy.quantized_weights or strategy.quantized_gradients
+    on_gpu = steps_on_gpu(strategy) and strategy.offload_parameters == "none" and not quantized
+    alike = strategy.accumulation == 1 or strategy.stage > 1
+    apart = strategy.overlap_comm or strategy.stage < 3  # ZeRO-3 gathers on the default stream otherwise
+    may = strategy.stage > 0 and strategy.precision == "bf16" and not strategy.shard_group
+    return may and on_gpu and alike and apart
 
 
 def records_adapters(trace: StepTrace, strategy: Strategy) -> bool:
     """The same of a trace, whose trained parameters have one format."""
     alone = own_pool(trace) and has_adapters(trace) and records(strategy)
     return alone and not fp32_parameters(trace, strategy.precision).intersection(trace.trainable)
+
+
+def records_passes(trace: StepTrace, strategy: Strategy) -> bool:
+    """Whether the passes of a trace are recorded with DeepSpeed's hooks."""
+    return own_pool(trace) and records_hooks(strategy) and not records_adapters(trace, strategy)
+
+
+def keeps_sums(trace: StepTrace, strategy: Strategy) -> bool:
+    """Whether this rank's gradients of ZeRO-1 and 2 are fp32 (_use_compact_grad_partition_buffer).
+
+    With recorded passes they always are: the step takes them as they are. In bf16 it would copy them twice,
+    to memory that is not that of the passes.
+    """
+    return strategy.stage < 3 and (sums_in_fp32(strategy) or records_passes(trace, strategy))
 
 
 def look_ahead(

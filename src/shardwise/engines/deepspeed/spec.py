@@ -3,6 +3,7 @@
 import posixpath
 from typing import Any
 
+from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import (
     NEVER_RELEASE,
     RELEASE_AT,
@@ -13,7 +14,6 @@ from shardwise.engines.deepspeed.config import (
 from shardwise.engines.deepspeed.memory.adapters import RecordedAdapters
 from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
-from shardwise.engines.deepspeed.policy import records_adapters
 from shardwise.engines.deepspeed.rules import RULES
 from shardwise.engines.deepspeed.time import Zero0, Zero3, Zero12
 from shardwise.engines.descriptor import MIB, NCCL_BYTES, EngineSpec, ScriptFiles, Shards
@@ -36,6 +36,10 @@ GROUP_BYTES = 98 * MIB
 TENSOR_AND_DATA_BYTES = 486 * MIB
 """What two tensor-parallel groups of two GPUs each add, Llama and Qwen3: there are three groups, of all, of
 the same rows, of the same part of the model."""
+
+
+GATHERS_BYTES = 56 * MIB
+"""What CUDA graphs with ZeRO-3's gathers take in the row where they take most (TinyLlama on 2 GPUs)."""
 
 
 class DeepSpeed(EngineSpec):
@@ -69,7 +73,7 @@ class DeepSpeed(EngineSpec):
 
     def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
         engine = super().memory(trace, strategy)
-        return RecordedAdapters(engine, trace) if records_adapters(trace, strategy) else engine
+        return RecordedAdapters(engine, trace) if policy.records_adapters(trace, strategy) else engine
 
     def has_buckets(self, stage: int) -> bool:
         return stage > 0
@@ -88,6 +92,8 @@ class DeepSpeed(EngineSpec):
         offloads = strategy.offloads
         if together and not (strategy.stage == 3 and offloads):
             total += NCCL_BYTES
+        if together and strategy.stage == 3 and policy.records_hooks(strategy):
+            total += GATHERS_BYTES
         if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:
             total += TENSOR_AND_DATA_BYTES
         return total

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
+from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     DEEPSPEED_CPU_ADAMW_BYTES,
@@ -38,13 +38,15 @@ def collective(item: int, elements: float, *, ranks: int) -> float:
 
 
 class _Zero(Schedule):
-    """If passes of adapters are recorded, the hooks of their gradients run in a last segment."""
+    """If passes of adapters are recorded without hooks, those of their gradients run in a last segment."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.adapters = policy.records_adapters(trace, strategy)
-        if self.adapters:
+        self.own_pool = self.adapters or policy.records_passes(trace, strategy)
+        if self.own_pool:
             self.record()
+        if self.adapters:
             passes = [replace(segment, gradients=(), learned=0.0) for segment in self.segments]
             self.segments = [*passes, self._hooks()]
 
@@ -111,10 +113,16 @@ class _Buckets(_Zero):
         super().__init__(trace, strategy, hardware)
         self.bucket = policy.Bucket(self.trace, strategy)  # empty at the end of a pass
         self.offload = strategy.offload_optimizer != "none"
+        self.sums = policy.keeps_sums(trace, strategy)
         self.part = self.trainable / self.ranks
-        self.on_gpu = policy.decides_on_gpu(strategy)
+        self.on_gpu = policy.decides_on_gpu(strategy) and (strategy.stage < 3 or self.own_pool)
         self.summed = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         """Bytes of an element of gradients as they are reduced (communication_data_type)."""
+
+    def _hook_seconds(self, segment: Segment, name: str) -> float:
+        """Of the host, in DeepSpeed's hooks of a segment's gradients; a graph calls none."""
+        called = self.adapters or not self.recorded
+        return len(segment.gradients) * self.host.seconds(name) if called else 0.0
 
     def recast(self, elements: float) -> float:
         """Bytes moved to convert gradients to that format."""
@@ -154,13 +162,13 @@ class _Buckets(_Zero):
         """Reduce the last bucket at the end of a backward pass (`patches.order_streams`)."""
         self.flush(first=first, last=last)
         self.streams.compute_waits(REDUCED)
-        if not (last and self.on_gpu):
+        if not (self.recorded or (last and self.on_gpu)):
             self.streams.host_waits()
 
     def step_part(self) -> None:
         """This rank's part: gradients in fp32, clipping, AdamW, weights in the computation's format."""
         streams, part = self.streams, self.part
-        if self.mixed:
+        if self.mixed and not self.sums:  # which are fp32, and in one piece
             streams.move(copied(self.item) * part, "foreach_copy")
             streams.move(converted(self.item, FP32) * part, "mixed")
         if not self.on_gpu:  # else AdamW's kernel clips
@@ -173,33 +181,18 @@ class _Buckets(_Zero):
         """The gradient's norm over all ranks.
 
         Where the process decides whether to step, it waits for the norm. Else, with overlap, it waits for the
-        reduction: its memory is taken by the step, of recorded adapters by the next hooks (`_before_step`).
+        reduction: its memory is taken by the step, unless passes have memory of their own (`_before_step`).
         """
         streams = self.streams
+        streams.move((FP32 if self.sums else self.item) * self.part, "foreach_norm")
         if self.peers.size > 1:
-            self._norm_of_each()
-        else:
-            streams.move(self.item * self.part, "foreach_norm")
+            streams.sum_over_peers(communication.all_reduce(FP32, self.peers), 0.0)
         seconds = communication.all_reduce(FP32, self.group)
         streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
         if not self.on_gpu:
             streams.host_waits()
-        elif self.strategy.overlap_comm and not self.adapters:
+        elif self.strategy.overlap_comm and not self.own_pool:
             streams.host_reads(REDUCED)
-
-    def _norm_of_each(self) -> None:
-        """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
-
-        The first looks for the smallest and the largest value of each gradient and waits, the second copies
-        each to fp64. The host is assumed to need as long for one as stage 0 does for nearly the same.
-        """
-        streams, parameters = self.streams, -(-len(self.trace.trainable) // self.ranks)
-        issue = parameters * self.host.seconds("zero0_parameter")
-        streams.move(2 * self.item * self.part, "foreach_norm", kernels=2 * parameters, issue=issue)
-        streams.sum_over_peers(2 * communication.all_reduce(FP32, self.peers), 0.0)
-        streams.host_waits()
-        streams.move(converted(self.item, FP64) * self.part, "mixed", kernels=parameters)
-        streams.move(FP64 * self.part, "foreach_norm", kernels=parameters)
 
     def step_on_host(self) -> None:
         """Clipping, DeepSpeedCPUAdam and the cast over the part in host memory, while the GPU waits."""
@@ -219,7 +212,7 @@ class Zero12(_Buckets):
             hooks = len(segment.gradients)
             if first and hooks and self.adapters and self.strategy.overlap_comm:
                 self.streams.host_reads(REDUCED)
-            self.run(segment, issue=hooks * self.host.seconds("zero_hook"))
+            self.run(segment, issue=self._hook_seconds(segment, "zero_hook"))
             if self.strategy.stage == 1 and hooks and not first:
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
             if reduces:
@@ -236,11 +229,13 @@ class Zero12(_Buckets):
         streams, own = self.streams, elements / self.ranks
         streams.compute_waits(REDUCED)
         # All of it is scaled (allreduce_bucket). This rank's share is concatenated, copied back
-        # (allreduce_and_copy_with_multiple_ranks) and copied to its partition (copy_grads_in_partition);
-        # on one rank only the last. Concatenating the other ranks' shares, one more copy, is not counted.
-        copies = 3 if self.ranks > 1 else 1
+        # (allreduce_and_copy_with_multiple_ranks) and copied to its partition (copy_grads_in_partition), or
+        # added there; on one rank only this. Concatenating the other ranks' shares, one more copy, is not
+        # counted.
+        copies = (3 if self.ranks > 1 else 1) - self.sums
         moved = copied(self.item) * elements + copies * copied(self.item) * own
-        if self.strategy.accumulation > 1 and self.strategy.stage == 2:  # _add_to_grad_partition_buffer
+        if self.sums or (self.strategy.accumulation > 1 and self.strategy.stage == 2):
+            # _add_to_grad_partition_buffer
             moved += added(self.item, FP32) * own
         moved += 2 * self.recast(elements)  # and back (allreduce_bucket)
         seconds = streams.moving(moved, "foreach_copy")
@@ -299,7 +294,7 @@ class Zero3(_Buckets):
         for number, segment in enumerate(self.segments):
             if segment.unit >= 0:
                 self._fetch(segment.unit, number, segment.passes)
-            self.run(segment, issue=len(segment.gradients) * self.host.seconds("zero3_hook"))
+            self.run(segment, issue=self._hook_seconds(segment, "zero3_hook"))
             if number in self.released:
                 self._release(segment.unit)
             self.collect(segment, first=first, last=last)
@@ -308,7 +303,8 @@ class Zero3(_Buckets):
     def _fetch(self, unit: int, number: int, passes: int) -> None:
         """Wait for a unit's weights, then ask for those of the next ones (`fetch_sub_module`)."""
         visits = 2 * passes * (len(self.trace.units[unit].parameters) + 2)
-        self.streams.issue(visits * self.host.seconds("zero3_visit"))
+        if not self.recorded:
+            self.streams.issue(visits * self.host.seconds("zero3_visit"))
         if unit not in self.gathered:
             if unit not in self.arriving:
                 self._gather(unit)

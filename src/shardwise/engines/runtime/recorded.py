@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -33,7 +34,7 @@ class _Graph:
     replay: Callable[[], None]
     batch: MicroBatch  # What it reads
     loss: torch.Tensor  # What it leaves
-    gradients: list[torch.Tensor | None]  # Of the masters, after a replay
+    left: Any  # See `RecordedPasses.left`
 
 
 _ALIVE: WeakSet["RecordedPasses"] = WeakSet()
@@ -75,17 +76,15 @@ class RecordedPasses:
 
     def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
         """The sum of the losses, fp32 scalar; gradients are those of the losses times `factor`."""
-        if not (self.graphs or self.waiting):  # what the model's construction left serves no other pool
-            torch.cuda.empty_cache()
         self._factor.copy_(factor)
         if self._gradients:
             torch._foreach_zero_(self._gradients)
-            self._leave(self._gradients)
+            self.leave(self._gradients)
         else:
             assert len(micro_batches) == 1, "the next micro-batch would overwrite the gradients"
         total = torch.zeros_like(self._factor)
         for micro_batch in micro_batches:
-            total += self._one(padded(micro_batch, separates=self._separates))
+            total += self.one(padded(micro_batch, separates=self._separates))
         return total
 
     @contextmanager
@@ -97,11 +96,18 @@ class RecordedPasses:
             yield
         outside.wait_stream(self._stream)
 
-    def _one(self, batch: MicroBatch) -> torch.Tensor:
+    def settle(self) -> None:
+        """Called before the usual passes of a kind that may be recorded."""
+        if not (self.graphs or self.waiting):  # what the model's construction left serves no other pool
+            torch.cuda.empty_cache()
+
+    def one(self, batch: MicroBatch) -> torch.Tensor:
         kind = (batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
         if kind not in self.graphs:
+            if kind not in self.waiting:
+                self.settle()
             with self.place(), _noting_waits() as lines:
-                loss = self._passes(batch)
+                loss = self.passes(batch)
             if lines:
                 self.waiting[kind] = lines[0]
             elif len(self.graphs) < MOST_GRAPHS:
@@ -113,14 +119,22 @@ class RecordedPasses:
         for name, tensor in batch.tensors().items():
             getattr(graph.batch, name).copy_(tensor)
         graph.replay()
-        self._leave(graph.gradients)
+        self.leave(graph.left)
         return graph.loss
 
-    def _leave(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        for master, gradient in zip(self._masters, gradients, strict=True):
+    def left(self) -> Any:
+        """What passes that were recorded leave to the step, to be left again after each replay."""
+        gradients: list[torch.Tensor | None] = [master.grad for master in self._masters]
+        if not self._gradients:  # their memory serves the next passes as soon as the optimizer has stepped
+            gradients = [None if one is None or not one.numel() else not_owned(one) for one in gradients]
+            self.leave([None] * len(gradients))
+        return gradients
+
+    def leave(self, left: Any) -> None:
+        for master, gradient in zip(self._masters, left, strict=True):
             master.grad = gradient
 
-    def _passes(self, batch: MicroBatch) -> torch.Tensor:
+    def passes(self, batch: MicroBatch) -> torch.Tensor:
         """The passes on this thread alone: another one's memory would not be that of the pool."""
         with torch.autograd.set_multithreading_enabled(False):
             loss = self._loss(batch)
@@ -139,7 +153,7 @@ class RecordedPasses:
         early: list[BaseException] = []
         try:
             with torch.cuda.graph(graph, self._pool.id, self._stream, mode), _noting(early):  # type: ignore[arg-type]
-                loss = self._passes(batch)
+                loss = self.passes(batch)
         except RuntimeError as error:
             # What ends the passes early leaves streams that were not joined, which is an error of its own.
             first = early[0] if early else error
@@ -149,11 +163,7 @@ class RecordedPasses:
             what = f"the passes cannot be recorded as a CUDA graph: {why}"
             fix = "data.packing: false, whose micro-batches are not recorded"
             raise JobError(what, where="data.packing", fix=fix) from first
-        gradients: list[torch.Tensor | None] = [master.grad for master in self._masters]
-        if not self._gradients:  # their memory serves the next passes as soon as the optimizer has stepped
-            gradients = [None if one is None or not one.numel() else not_owned(one) for one in gradients]
-            self._leave([None] * len(gradients))
-        return _Graph(replay=graph.replay, batch=batch, loss=loss, gradients=gradients)
+        return _Graph(replay=graph.replay, batch=batch, loss=loss, left=self.left())
 
 
 def not_owned(tensor: torch.Tensor) -> torch.Tensor:

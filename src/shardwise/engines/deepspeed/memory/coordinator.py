@@ -19,7 +19,7 @@ from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
 from shardwise.strategy import Strategy
 
-GATHER = 1  # The stream on which parameters are gathered, with memory of its own (allgather_stream)
+GATHER = 4  # The stream on which parameters are gathered, with memory of its own (allgather_stream)
 
 ROOT, MODEL, EMPTY = -1, -2, -3
 """Calls of modules that are no unit: the loss; the base model; one without any parameters."""
@@ -35,7 +35,7 @@ class _Gathering:
 
     parameters: list[int]
     awaited: int  # How many of them no module has waited for yet
-    arriving: dict[int, Block] = field(default_factory=dict)
+    arriving: dict[int, Block | None] = field(default_factory=dict)
     shares: list[Block] = field(default_factory=list)  # From the host
     buffer: Block | None = None
     """Freed when a module has waited for each of the parameters."""
@@ -80,6 +80,9 @@ class Coordinator:
         self._latest: list[Block | None] = []
         self._earlier: list[Block | None] = []
         """Released since the latest module began, and before that (engines/deepspeed/runtime/zero3.py)."""
+        self.recorded = policy.records_passes(trace, strategy)
+        self._homes = self.persistent if self.recorded else set()
+        """Parameters that are gathered into memory which stays, as graphs read it."""
 
     def _direct(self, call: int) -> Sequence[int]:
         return sorted(self._trace.units[call].parameters, key=self._ids.__getitem__) if call >= 0 else ()
@@ -91,6 +94,20 @@ class Coordinator:
     @property
     def _complete(self) -> bool:
         return self._passes > 1
+
+    def build(self, memory: GpuMemory) -> None:
+        for parameter in sorted(self._homes):
+            if self._world > 1:
+                memory.take(WEIGHTS, self._item[parameter] * self._world * self.part(parameter))
+
+    def later(self, *blocks: Block) -> None:
+        """Free gradients when the module after the next one begins (runtime/zero3.py: Zero3Order)."""
+        self._latest += blocks
+
+    def end(self, memory: GpuMemory) -> None:
+        """The end of what is recorded."""
+        self._give_earlier(memory)
+        self._give_earlier(memory)
 
     def begin(self, memory: GpuMemory) -> None:
         """A forward pass begins (reset_step)."""
@@ -168,7 +185,8 @@ class Coordinator:
             size = self._item[parameter] * self.part(parameter)
             if self._offload and parameter not in self.persistent:
                 gathering.shares.append(memory.take(WEIGHTS, size, GATHER))
-            gathering.arriving[parameter] = memory.take(WEIGHTS, self._world * size, GATHER)
+            arriving = None if parameter in self._homes else memory.take(WEIGHTS, self._world * size, GATHER)
+            gathering.arriving[parameter] = arriving
 
     def _join(self, memory: GpuMemory, gathering: _Gathering) -> None:
         """Into one buffer (_all_gather_dtype, CUDAQuantizer)."""
@@ -246,13 +264,13 @@ class Coordinator:
     def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
         self._drop(memory, list(self._gathered))
-        self._give_earlier(memory)
-        self._give_earlier(memory)
+        self.end(memory)
 
     def end_step(self, memory: GpuMemory) -> None:
         """Gather what persists on the stream of the computation, and drop outdated copies (_post_step)."""
         for parameter in sorted(self.persistent):
             size = self._item[parameter] * self._world * self.part(parameter)
-            self._gathered[parameter] = memory.take(WEIGHTS, size) if self._world > 1 else None
+            there = self._world == 1 or parameter in self._homes
+            self._gathered[parameter] = None if there else memory.take(WEIGHTS, size)
         for parameter in self._trace.trainable:
             memory.give(self._copies.pop(parameter, None))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.engines.deepspeed import policy
-from shardwise.engines.deepspeed.config import sums_in_fp32
 from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, cut, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.memory.recorded import PASSES, enter_pool
 from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
@@ -152,9 +152,8 @@ def _reduce(memory: GpuMemory, sizes: list[int]) -> None:
         memory.scratch(BUFFERS, sum(sizes))
 
 
-COMPUTE, REDUCTION = 0, 1
-"""The computation's stream, and that on which gradients are reduced and copied, with memory of its own
-(reduction_stream)."""
+REDUCTION = 3
+"""The stream on which gradients are reduced and copied, with memory of its own (reduction_stream)."""
 
 
 class Zero12Memory(EngineMemory):
@@ -175,10 +174,11 @@ class Zero12Memory(EngineMemory):
         self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._strategy = strategy
         self._offload = strategy.offload_optimizer != "none"
-        self._fp32_sum = sums_in_fp32(strategy)  # _use_compact_grad_partition_buffer
+        self._fp32_sum = policy.keeps_sums(trace, strategy)
         self._last = True
         self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
-        self._stream = REDUCTION if strategy.overlap_comm else COMPUTE
+        self._recorded = self.sums_stay = policy.records_passes(trace, strategy)
+        self._stream = REDUCTION if strategy.overlap_comm else PASSES if self._recorded else 0
         self._buffers: list[Block] = []
         self._bucket = policy.Bucket(trace, strategy)
         self._oversized: Block | None = None
@@ -210,6 +210,16 @@ class Zero12Memory(EngineMemory):
             memory.take(OPTIMIZER, FP32 * flat.partition)
             memory.give(copy)
         memory.scratch(OPTIMIZER, FP32 * flat.partition)  # initialize_optimizer_states
+        if self._recorded:  # runtime/recorded.py
+            if self._strategy.optimizer == "adamw":
+                self._make_states(memory)
+            if self._fp32_sum:  # what graphs add to stays
+                self._sum = memory.take(GRADIENTS, FP32 * flat.partition)
+
+    def _make_states(self, memory: GpuMemory) -> None:
+        if not self._states:
+            self._states = True
+            memory.take_adamw_state(self._flat.partition, self._strategy.optimizer)
 
     def _host_bytes(self, largest: int) -> int:
         """Page-locked masters, gradients, weights to be copied back, a buffer; moments (DeepSpeedCPUAdam)."""
@@ -221,11 +231,13 @@ class Zero12Memory(EngineMemory):
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._last = last
+        if self._recorded:
+            enter_pool(memory, self._trace, (REDUCTION,))
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if not self._buffers:  # with overlap two: one fills up while the other is reduced (setup_buckets)
             size, count = self._item * self._bucket.size, 1 + self._strategy.overlap_comm
-            self._buffers = [memory.take(BUFFERS, size) for _ in range(count)]
+            self._buffers = [memory.take_in_pass(BUFFERS, size) for _ in range(count)]
         before = self._unreduced.pop(parameter, None)
         if before is not None:  # autograd adds to it
             memory.give(block)
@@ -308,20 +320,16 @@ class Zero12Memory(EngineMemory):
             memory.give(self._sum)
             self._sum = None
             return
-        if self._strategy.tensor_parallel > 1:  # each gradient in fp64, for its norm (get_grad_norm_direct)
-            for index in sorted(self._owned):
-                memory.scratch(OPTIMIZER, FP64 * dict(self._flat.pieces(index))[self._rank])
         size = FP32 * self._flat.partition
         gradient = self._gradient_of_partition(memory, size)
-        if not self._states:
-            self._states = True
-            memory.take_adamw_state(self._flat.partition, self._strategy.optimizer)
-        memory.give(gradient)
+        self._make_states(memory)
+        if gradient is not self._sum:
+            memory.give(gradient)
 
     def _gradient_of_partition(self, memory: GpuMemory, size: int) -> Block:
         """The partition's gradient in fp32 and in one piece."""
         if self._fp32_sum:
-            gradient, self._sum = self._sum, None
+            gradient, self._sum = self._sum, self._sum if self._recorded else None
             return gradient or memory.take(GRADIENTS, size)  # zeros, for a rank that has only padding
         flat = memory.take(OPTIMIZER, self._item * self._flat.partition) if len(self._owned) > 1 else None
         if flat is None or self._item != FP32:

@@ -1,25 +1,23 @@
 """Memory of ZeRO-3, DeepSpeed 0.19.8: stage3.py, partition_parameters.py; functions in parentheses."""
 
 from shardwise.engines.deepspeed import policy
-from shardwise.engines.deepspeed.config import NVME_BUFFER, sums_in_fp32
-from shardwise.engines.deepspeed.memory.coordinator import Coordinator
+from shardwise.engines.deepspeed.config import NVME_BUFFER, sub_group, sums_in_fp32
+from shardwise.engines.deepspeed.memory.coordinator import GATHER, Coordinator
 from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
+from shardwise.simulate.memory.recorded import enter_pool
 from shardwise.simulate.step_trace import ALLOC, BACKWARD, FP32, FP64, FREE, GRADIENT, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
 NORM = FP64  # Bytes of an element in the norm of an offloaded gradient (get_norm_dtype: fp64)
 NORM_AT_ONCE = 250_000_000  # Elements (_constant_buffered_norm2)
 
-REDUCTION = 2
+REDUCTION = 3
 """The stream on which gradients are reduced, with memory of its own (reduce_and_partition_stream)."""
 
 PARAMETER_BUFFERS, OPTIMIZER_BUFFERS = 5, 4  # Defaults of buffer_count (zero/offload_config.py)
-
-SUB_GROUP = 1_000_000_000
-"""Elements of a rank that are stepped at once: sub_group_size's default (zero/config.py)."""
 
 
 class Zero3Memory(EngineMemory):
@@ -34,11 +32,12 @@ class Zero3Memory(EngineMemory):
         self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
         self._coordinator = Coordinator(trace, strategy)
+        self.sums_stay = self._coordinator.recorded
         self._part = self._coordinator.part
         blocks = [(i, unit) for i, unit in enumerate(trace.units) if unit.block >= 0]
         self._unit_of = {parameter: i for i, unit in blocks for parameter in unit.parameters}
         self._output_gradient = _output_gradient_bytes(trace)
-        self._groups = self._sub_groups()
+        self._groups = self._sub_groups(sub_group(strategy))
         self._bucket = policy.Bucket(trace, strategy)
         self._waiting: dict[int, dict[int, Block]] = {}
         self._oversized: list[Block] = []  # gradients larger than a bucket
@@ -46,17 +45,17 @@ class Zero3Memory(EngineMemory):
         self._running: list[int] = []
         self._in_backward, self._last, self._states = False, True, False
 
-    def _sub_groups(self) -> list[list[int]]:
+    def _sub_groups(self, size: int) -> list[list[int]]:
         """Trainable parameters that are stepped together (_create_fp16_sub_groups)."""
         trainable = list(self._trace.trainable)
-        if sum(self._part(index) for index in trainable) <= SUB_GROUP:
+        if sum(self._part(index) for index in trainable) <= size:
             return [trainable]
         groups: list[list[int]] = [[]]
         numel = 0
         for index in trainable:
             groups[-1].append(index)
             numel += self._part(index)
-            if numel >= SUB_GROUP and index != trainable[-1]:
+            if numel >= size and index != trainable[-1]:
                 groups.append([])
                 numel = 0
         return groups
@@ -89,6 +88,11 @@ class Zero3Memory(EngineMemory):
             size = self._item * self._part(index)
             if self._world > 1:
                 memory.scratch(WEIGHTS, self._world * size, *([size] if self._offload_parameters else []))
+        self._coordinator.build(memory)
+        if self._coordinator.recorded and self._optimizer == "adamw":  # runtime/recorded.py
+            for numel in self._numels():
+                memory.take_adamw_state(numel, self._optimizer)
+            self._states = True
 
     def _make_masters(self, memory: GpuMemory) -> None:
         """Convert weights, then copy them (_create_fp32_partitions); the last conversion is freed late."""
@@ -140,6 +144,8 @@ class Zero3Memory(EngineMemory):
 
     def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
         self._in_backward, self._last = False, last
+        if self._coordinator.recorded:
+            enter_pool(memory, self._trace, (GATHER, REDUCTION))
         self._coordinator.begin(memory)
 
     def forward(self, memory: GpuMemory, unit: int) -> None:
@@ -158,7 +164,12 @@ class Zero3Memory(EngineMemory):
         recorded runs of full training reserve as much. Copies to the host delay the other stream, by two
         buckets at most (max_param_reduce_events). With them it is until the bucket has been issued, about the
         least that was recorded; on four GPUs ranks keep up to two buckets more.
+
+        Recorded passes wait on the GPU, so that memory does not depend on the host.
         """
+        if self._coordinator.recorded:
+            self._coordinator.later(*blocks)
+            return
         self._deferred += [memory.give_later(block) for block in blocks]
 
     def _complete(self, memory: GpuMemory) -> None:
@@ -185,7 +196,7 @@ class Zero3Memory(EngineMemory):
         if waiting:
             # The hook that waited for them (torch/utils/hooks.py: BackwardHook) keeps the gradient of the
             # block's output, so that autograd cannot add to it in place.
-            output = memory.take(ACTIVATIONS, self._output_gradient)
+            output = memory.take_in_pass(ACTIVATIONS, self._output_gradient)
             for parameter, block in sorted(waiting.items()):
                 self._collect(memory, parameter, block)
             memory.give(output)
@@ -251,6 +262,8 @@ class Zero3Memory(EngineMemory):
             self.backward_end(memory, running)
         self._reduce(memory)
         self._complete(memory)
+        if self._coordinator.recorded:
+            self._coordinator.end(memory)
 
     def step(self, memory: GpuMemory) -> None:
         self._coordinator.release_all(memory)

@@ -26,7 +26,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.policy import decides_on_gpu, records, steps_alone
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records, records_hooks, steps_on_gpu
 from shardwise.engines.deepspeed.runtime.adapters import AdapterPasses
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
@@ -39,12 +39,14 @@ from shardwise.engines.deepspeed.runtime.patches import (
     use_joint_norms,
     without_reducing,
 )
+from shardwise.engines.deepspeed.runtime.recorded import HookedPasses, Zero3Order, Zero12Order
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.step import StepOnGpu
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.deepspeed.runtime.zero3 import (
     gather_in_place,
     release_in_order,
+    require_input_gradient,
     work_less_on_the_host,
 )
 from shardwise.engines.runtime.adamw import AdamW
@@ -105,7 +107,7 @@ class DeepSpeedEngine:
         if strategy.stage == 3:
             # Blocks are gathered, not single linear layers (decision 0009). Fused layers rely on it.
             for block in blocks:
-                block.register_forward_pre_hook(_require_input_gradient)
+                block.register_forward_pre_hook(require_input_gradient)
             deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
         parallel = strategy.tensor_parallel > 1
         with cut_by_plan(module) if parallel else nullcontext():
@@ -119,6 +121,7 @@ class DeepSpeedEngine:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
         self._reduced: Callable[[], None] = lambda: None
+        self._released: Any = None  # Of ZeRO-3 on a GPU
         self._patch_optimizer(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
@@ -132,39 +135,54 @@ class DeepSpeedEngine:
                 device=world.device,
             )
             join_norm(self._optimizer, strategy.stage, self._fp32.norm)
-        self._on_gpu: StepOnGpu | None = None
-        if decides_on_gpu(strategy) and supported(DEEPSPEED):
-            self._on_gpu = StepOnGpu(
-                self._optimizer,
-                clip_norm=strategy.clip_norm,
-                device=world.device,
-                wait=self._before_step,
-            )
         for state in getattr(self._optimizer, "optimizer", self._optimizer).state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
         self._named = self._named_state()
         self._guard = Guard(self._optimizer, fp16=strategy.precision == "fp16")
         self._frozen = any(not p.requires_grad for p in module.parameters())
-        self._adapters = self._recorded_adapters(module)
+        self._graphs = self._recorded_passes(module)
+        self._on_gpu: StepOnGpu | None = None
+        goes_on = strategy.stage < 3 or self._graphs is not None
+        if goes_on and decides_on_gpu(strategy) and supported(DEEPSPEED):
+            self._on_gpu = StepOnGpu(
+                self._optimizer,
+                clip_norm=strategy.clip_norm,
+                device=world.device,
+                wait=self._before_step,
+            )
         self._engine.train()
 
     @property
     def _recorded(self) -> RecordedPasses | None:
-        return None if self._adapters is None else self._adapters.recorded
+        return None if self._graphs is None else self._graphs.recorded
 
-    def _recorded_adapters(self, module: nn.Module) -> AdapterPasses | None:
-        objective = recordable(module, self._strategy, self.world.device)
-        if objective is None or not self._frozen or self._fp32.trainable or not records(self._strategy):
+    def _recorded_passes(self, module: nn.Module) -> AdapterPasses | HookedPasses | None:
+        strategy, device = self._strategy, self.world.device
+        objective = recordable(module, strategy, device)
+        if objective is None:
             return None
-        return AdapterPasses(objective, self._engine, self.world.device, before_hooks=self._reduced)
+        apart = [*self._fp32.trainable.values()]
+        if self._frozen and records(strategy) and not apart:
+            return AdapterPasses(objective, self._engine, device, before_hooks=self._reduced)
+        if not records_hooks(strategy) or not supported(DEEPSPEED):
+            return None
+        if self._named is not None:
+            self._named.make()
+        optimizer, sums = self._optimizer, strategy.accumulation > 1
+        order: Zero12Order | Zero3Order = (
+            Zero12Order(optimizer)
+            if strategy.stage < 3
+            else Zero3Order(optimizer, [*module.parameters()], self._released, sums=sums)
+        )
+        return HookedPasses(self._engine, optimizer, objective, apart, order, stage=strategy.stage)
 
     def _before_step(self) -> None:
         """Wait for the memory of gradients and buckets, which the step takes, as without StepOnGpu.
 
-        Recorded passes have memory of their own: there the buckets' is taken by the next hooks only.
+        Passes that may be recorded have memory of their own, which the next ones take.
         """
-        if self._adapters is None:
+        if self._graphs is None:
             self._reduced()
 
     def _shard(self, part: nn.Module) -> None:
@@ -183,14 +201,14 @@ class DeepSpeedEngine:
         strategy, cuda = self._strategy, self.world.device.type == "cuda"
         if 0 < strategy.stage < 3:
             keep_views(self._optimizer)
-        if strategy.stage > 0 and steps_alone(strategy):
+        if strategy.stage > 0 and steps_on_gpu(strategy):
             use_joint_norms(self._optimizer, strategy.stage)
             if strategy.stage < 3 and cuda:
                 self._reduced = order_streams(self._optimizer, get_accelerator())
         if strategy.stage == 3:
             gather_in_place(parameters, self.world.device)
             if cuda:
-                release_in_order(self._optimizer, parameters)
+                self._released = release_in_order(self._optimizer, parameters)
 
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""
@@ -211,7 +229,7 @@ class DeepSpeedEngine:
             self._rows_are_checked = True
         fp16 = self._strategy.precision == "fp16"
         loss_scale = self._scalar(float(self._optimizer.loss_scale)) if fp16 else None
-        loss_sum = self._passes(micro_batches, target_tokens, recorded=self._adapters)
+        loss_sum = self._passes(micro_batches, target_tokens, recorded=self._graphs)
         loss = loss_sum / (target_tokens * self._strategy.tensor_parallel)  # its ranks hold the same one
         if self.world.size > 1:
             dist.all_reduce(loss)
@@ -229,7 +247,11 @@ class DeepSpeedEngine:
             return self._passes(micro_batches, target_tokens, recorded=None)
 
     def _passes(
-        self, micro_batches: Sequence[MicroBatch], target_tokens: int, *, recorded: AdapterPasses | None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        target_tokens: int,
+        *,
+        recorded: AdapterPasses | HookedPasses | None,
     ) -> torch.Tensor:
         loss_sum, factor = self._scalar(0.0), self.world.data_size / target_tokens
         for index, micro_batch in enumerate(micro_batches):
@@ -356,20 +378,6 @@ def _prepare_deepspeed(world: World) -> None:
     if world.device.type == "cpu":
         skip_shared_memory_transport()
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False)
-
-
-def _require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give the first block of a frozen base an input with a gradient.
-
-    DeepSpeed 0.19.8 takes this gradient as the end of a block's backward pass. Without it, the parameters of
-    the block are freed too early.
-    """
-    if not inputs:
-        return inputs
-    hidden, *rest = inputs
-    if torch.is_grad_enabled() and not hidden.requires_grad:
-        hidden = hidden.detach().requires_grad_()
-    return (hidden, *rest)
 
 
 def _make_optimizer(

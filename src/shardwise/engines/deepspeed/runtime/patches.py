@@ -27,17 +27,23 @@ READ = {
     "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "DeepSpeedZeroOptimizer.unscale_and_clip_grads": "6bf2ce6f97eafcc2",
     "DeepSpeedZeroOptimizer.update_lp_params": "3cdce069e3c66082",
+    "DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket": "94d52f5b4af961a2",
+    "DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads": "24d09d54e4e6c38d",
     "DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
     "DeepSpeedZeroOptimizer_Stage3._unflatten_partitioned_parameters": "00cc8a3f65af736f",
     "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": "9b05d627407cb41c",
     "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": "01713a52e24b200e",
     "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct": "5ba2252d5f16b541",
+    "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": "f1575b87b3d6c083",
+    "DeepSpeedZeroOptimizer_Stage3.partition_grads": "93119b25314ec6d3",
     "DeepSpeedZeroOptimizer_Stage3.step": "c751b3209f83d3b9",
+    "DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": "3f0d9e8e7861fd44",
     "CheckOverflow.check": "357a6df530f97581",
     "FP16_UnfusedOptimizer.step": "626bd9aa8af843e9",
     "FP16_UnfusedOptimizer.unscale_and_clip_grads": "748792c7d1075f9d",
     "Init._all_gather": "24e484914416ddf7",
     "Init._convert_to_deepspeed_param": "77281d2526a148fb",
+    "PartitionedParameterCoordinator._clean_inflight_param_registry": "872ae709ce043811",
     "PartitionedParameterCoordinator.fetch_sub_module": "a5abaed0971c8fbd",
     "PartitionedParameterCoordinator.release_and_reset_all": "dba16cef435ceb5e",
     "PartitionedParameterCoordinator.release_sub_module": "c3e9bb9e6ae99872",
@@ -45,6 +51,7 @@ READ = {
     "deepspeed.runtime.zero.partition_parameters.free_param": "96cebaaa66079050",
     "deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap": "31b69b43331878c7",
     "deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters": "859e0b924ea8fbbc",
+    "deepspeed.runtime.zero.stage3.is_invalid_grad_norm": "6afd483e2c88e25e",
     "deepspeed.runtime.zero.stage_1_and_2.is_invalid_grad_norm": "6afd483e2c88e25e",
 }
 """`shardwise.patch.hash_of` each function that is replaced or relied on, in DeepSpeed 0.19.8."""
@@ -72,7 +79,8 @@ def require(feature: str) -> None:
 
 
 def _read(owner: Any, name: str) -> str:
-    return READ.get(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", "never read")
+    kind = getattr(owner, "__name__", type(owner).__name__)
+    return READ.get(f"{kind}.{name.removeprefix(f'_{kind}')}", "never read")
 
 
 @contextmanager
@@ -99,19 +107,27 @@ def use_joint_norms(optimizer: Any, stage: int) -> None:
     One norm in fp32 does both: it is not finite where a gradient is not. The search is left out only where
     `step` is known to refuse such a norm and to get it from the function that is replaced here.
 
-    For gradients on the device only. Not for tensor parallelism, where some parameters of a group count once
-    and others on every rank.
+    For gradients on the device only. Under tensor parallelism what all its ranks hold counts once.
     """
     if not supported(DEEPSPEED):
         return
-    group = optimizer.dp_process_group
+    groups, rank = [optimizer.dp_process_group], 0
+    if getattr(optimizer, "model_parallel_group", None) is not None:
+        groups, rank = [*groups, optimizer.model_parallel_group], optimizer.model_parallel_rank
 
     def get_grad_norm_direct(
-        gradients: Iterable[torch.Tensor], _params: object, norm_type: float = 2.0
+        gradients: Iterable[torch.Tensor], params: Iterable[Any], norm_type: float = 2.0
     ) -> torch.Tensor:
         if norm_type != 2.0:
             raise ValueError(f"shardwise computes the Euclidean norm, not the {norm_type}-norm")
-        return group_norm(list(gradients), group, optimizer.device)
+        counted = list(gradients)
+        if rank:
+            from deepspeed.runtime.utils import is_model_parallel_parameter
+
+            own = (one for one in counted if not getattr(one, "_zero_padding", False))
+            pairs = zip(own, params, strict=False)  # zeros stand for no parameter at all
+            counted = [one for one, parameter in pairs if is_model_parallel_parameter(parameter)]
+        return group_norm(counted, groups, optimizer.device)
 
     rely_on(optimizer, "step")
     rely_on(optimizer, "_get_norm_groups" if stage == 3 else "scaled_global_norm")
@@ -124,7 +140,8 @@ def order_streams(optimizer: Any, accelerator: Any) -> Callable[[], None]:
     """After a step's passes, let streams of ZeRO-1 and 2 wait where DeepSpeed has the host wait (0103, 0104).
 
     It waits so that gradients are freed after their reduction: an order on the GPU is enough, as gradients
-    are contiguous. Between micro-batches the host would run ahead, and more memory would be in use.
+    are contiguous. Between micro-batches the host would run ahead, and more memory would be in use; while
+    passes are recorded as a graph it waits nowhere.
     Returns what makes the host wait until those gradients are reduced: memory that another stream used is
     free then. Without overlap there is no other stream, and no wait.
     """
@@ -134,7 +151,7 @@ def order_streams(optimizer: Any, accelerator: Any) -> Callable[[], None]:
     reduced = accelerator.Event()
 
     def in_order() -> None:
-        if not optimizer.is_gradient_accumulation_boundary():
+        if not (optimizer.is_gradient_accumulation_boundary() or torch.cuda.is_current_stream_capturing()):
             epilogue()
             return
         accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
@@ -158,15 +175,16 @@ def keep_views(optimizer: Any) -> None:
 
 
 def group_norm(
-    gradients: list[torch.Tensor], group: dist.ProcessGroup | None, device: torch.device | str
+    gradients: list[torch.Tensor], groups: Iterable[dist.ProcessGroup | None], device: torch.device | str
 ) -> torch.Tensor:
-    """Euclidean norm of all `gradients` of all ranks of `group`: an fp32 scalar, INVALID if not finite."""
+    """Euclidean norm of all `gradients` of all ranks of `groups`: an fp32 scalar, INVALID if not finite."""
     total = torch.zeros((), device=device, dtype=torch.float32)
     if gradients:
         # public functions round each norm to the gradients' own format
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         total = torch.stack(norms).double().square().sum().float()
-    dist.all_reduce(total, group=group)
+    for group in groups:
+        dist.all_reduce(total, group=group)
     norm = total.sqrt()
     return torch.where(norm.isfinite(), norm, INVALID)
 

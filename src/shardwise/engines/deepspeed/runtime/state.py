@@ -96,6 +96,11 @@ class NamedState:
         counts = {place.name: self._moments(place.flat)["step"] for place in self._places}
         return {f"step/{name}": torch.tensor(float(count)) for name, count in counts.items()}
 
+    def make(self) -> None:
+        """Make AdamW's state, which would be made in its first step, in the memory of its gradients."""
+        for place in self._places:
+            self._moments(place.flat)
+
     def load_steps(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Set the counts: DeepSpeed has one for many parameters. CheckpointError where they differ."""
         counts = sorted({int(saved[f"step/{place.name}"]) for place in self._places})

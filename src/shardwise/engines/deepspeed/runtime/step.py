@@ -1,9 +1,10 @@
-"""A step of ZeRO-1 and 2 for which the host does not wait (decision 0104).
+"""A step of ZeRO-1, 2 and 3 for which the host does not wait (decisions 0104 and 0105).
 
 DeepSpeed reads the gradient norm back to decide whether it steps. Torch's fused AdamW takes from the GPU
 whether it steps, and what it divides the gradients by: as in `engines/runtime/adamw.py`.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,7 @@ class StepOnGpu:
 
         `wait` is called when the norm has been issued, and before memory is taken for the step.
         """
-        from deepspeed.runtime.zero import stage_1_and_2 as module
-
+        module = sys.modules[type(optimizer).__module__]
         self._adamw, self._clip_norm = optimizer.optimizer, clip_norm
         self.stopped = torch.zeros((), device=device)
         """1.0 once a step was not finite: no later step is applied either."""

@@ -19,7 +19,8 @@ NO_LIMIT = 10**9
 _STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 _LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"  # Of gathers; read by fetch_sub_module
 
-_RELEASED = "_shardwise_released"  # Attribute of a parameter: the `_Released` of its engine
+_RELEASED = "_shardwise_released"  # Attribute of a parameter: the `Released` of its engine
+HOME = "_shardwise_home"  # Attribute of a parameter: the memory into which it is gathered each time
 _FOUND = "_shardwise_parameters"  # Attribute of a module: its parameters; those of modules in it, too
 
 
@@ -88,7 +89,8 @@ def gather_in_place(parameters: Sequence[Any], device: torch.device) -> None:
     """Make ZeRO-3 gather each parameter into memory of its own, many of them by one call.
 
     DeepSpeed 0.19.8 joins the shares of several parameters, gathers that, and copies each parameter out.
-    After a step it gathers what stays gathered, one by one. NVMe and int8 (qwZ) remain as they are.
+    After a step it gathers what stays gathered, one by one. On one GPU, which has all of a parameter, the
+    host waits for nothing. NVMe and int8 (qwZ) remain as they are, and offloading on one GPU.
     """
     if not supported(DEEPSPEED):
         return
@@ -124,7 +126,7 @@ def _now(
 def _in_place(params: Sequence[Any]) -> bool:
     one = params[0]
     as_is = one.nvme_swapper is None and not hasattr(one.ds_tensor, "ds_quant_scale")
-    return as_is and one.ds_zero_partition_world_size > 1
+    return as_is and (one.ds_zero_partition_world_size > 1 or one.ds_tensor.device == one.device)
 
 
 class _Gathering:
@@ -141,23 +143,43 @@ class _Gathering:
             own = one.ds_secondary_tensor if copies else one.ds_tensor
             # an offloaded share is in page-locked memory
             shares.append(own.to(device, non_blocking=True))
-            gathered.append(shares[-1].new_empty(shares[-1].numel() * group.size()))
+            stays = shares[-1] if group.size() == 1 else getattr(one, HOME, None)
+            gathered.append(
+                shares[-1].new_empty(shares[-1].numel() * group.size()) if stays is None else stays
+            )
             one.data = gathered[-1][: one.ds_numel].view(one.ds_shape)
             one.ds_status = ZeroParamStatus.INFLIGHT
+        self._work: Any = None
+        if group.size() == 1:
+            return
         options: Any = distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.asyncOp = True
-        self._work: Any = group.allgather_into_tensor_coalesced(gathered, shares, options)
+        self._work = group.allgather_into_tensor_coalesced(gathered, shares, options)
 
     def wait(self, handle_dependency: bool = True) -> None:
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
+        if self._work is not None:
+            self._work.wait()
         for one in self._params:
             one.ds_status = self._arrived
+        self._work, self._params = None, []
 
 
-def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = torch.cuda) -> None:
+def release_gathered(coordinator: Any, parameters: Iterable[Any]) -> None:
+    """Release what a forward pass without a backward pass leaves gathered, or on its way.
+
+    DeepSpeed 0.19.8 keeps it for the backward pass, until the next step. A graph that is recorded before that
+    would not gather it, and read this memory ever after.
+    """
+    rely_on(coordinator, "_clean_inflight_param_registry")()
+    for one in parameters:
+        if one.ds_status.name == "AVAILABLE" and not one.ds_persist:
+            one.ds_active_sub_modules.clear()
+            one.partition()
+
+
+def release_in_order(
+    optimizer: Any, parameters: Iterable[Any], streams: Any = torch.cuda
+) -> "Released | None":
     """Make a ZeRO-3 optimizer wait on the GPU, not on the host, for the memory of released parameters.
 
     DeepSpeed 0.19.8 marks released memory as used by the computation (`record_stream`), and the allocator
@@ -165,13 +187,13 @@ def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = t
     Here the gathering stream waits for the computation instead (decision 0017).
 
     Only `parameters` are affected, so that several engines can live in one process. `streams` provides
-    `current_stream` and `Event`.
+    `current_stream` and `Event`. Returns what keeps that memory; None if nothing is replaced.
     """
     if not supported(DEEPSPEED):
-        return
+        return None
     offload = optimizer.parameter_offload
     check(offload, _STREAM, library=DEEPSPEED, source_hash=None)
-    released = _Released(getattr(offload, _STREAM), streams)
+    released = Released(getattr(offload, _STREAM), streams)
     coordinator = offload.get_param_coordinator()
     fetch = rely_on(coordinator, "fetch_sub_module")
     release = rely_on(coordinator, "release_sub_module")
@@ -199,6 +221,7 @@ def release_in_order(optimizer: Any, parameters: Iterable[Any], streams: Any = t
     replace(coordinator, "release_sub_module", release_sub_module)
     replace(coordinator, "release_and_reset_all", release_and_reset_all)
     patch(coordinator, _LIMIT, NO_LIMIT, library=DEEPSPEED, source_hash=None)
+    return released
 
 
 @functools.cache
@@ -222,7 +245,7 @@ def _free_by_engine() -> None:
     replace(partition_parameters, "free_param", free_param)
 
 
-class _Released:
+class Released:
     """Memory of released parameters, kept until the stream `gathering` may use it again.
 
     That is when the next module but one begins. By then the GPU has usually finished what is waited for, and
@@ -236,13 +259,19 @@ class _Released:
         self._current_stream = streams.current_stream
         self._latest: list[torch.Tensor] = []
         self._earlier: list[torch.Tensor] = []
-        self._began = streams.Event()
+        self._event = streams.Event
+        self._began = self._event()
 
     def add(self, memory: torch.Tensor) -> None:
         if self.holds:
             self._latest.append(memory)
         else:
             self._gathering.wait_stream(self._current_stream())
+
+    def end(self) -> None:
+        """Let the computation wait for the gathering stream, at the end of what is recorded as a graph."""
+        self._current_stream().wait_stream(self._gathering)
+        self._forget()
 
     def advance(self) -> None:
         """Reuse what was released before the latest module began: the next one begins now."""
@@ -252,4 +281,22 @@ class _Released:
 
     def clear(self) -> None:
         self._gathering.wait_stream(self._current_stream())
+        self._forget()
+
+    def _forget(self) -> None:
         self._earlier, self._latest = [], []
+        self._began = self._event()  # one that was recorded in a graph is of no use outside
+
+
+def require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give the first block of a frozen base an input with a gradient.
+
+    DeepSpeed 0.19.8 takes this gradient as the end of a block's backward pass. Without it, the parameters of
+    the block are freed too early.
+    """
+    if not inputs:
+        return inputs
+    hidden, *rest = inputs
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return (hidden, *rest)

@@ -1,0 +1,250 @@
+"""Recorded passes under ZeRO-1, 2 and 3: DeepSpeed's hooks run while a graph is recorded (decision 0105).
+
+A replay repeats what they put on the streams, collectives included, and calls no Python. What DeepSpeed knows
+after a backward pass, the gradients that its step takes, is kept with each graph.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.data.batch import MicroBatch
+from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
+from shardwise.engines.deepspeed.runtime.zero3 import HOME, Released, release_gathered
+from shardwise.engines.runtime.recorded import RecordedPasses
+from shardwise.objective import Objective
+from shardwise.patch import patch
+
+_EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
+_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+_COLLECT = "_DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket"
+_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+_EPILOGUE = "independent_gradient_partition_epilogue"
+
+
+class Zero12Order:
+    """The stream on which ZeRO-1 and 2 reduce, and that of the passes."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._side = [optimizer.reduction_stream] if optimizer.overlap_comm else []
+        for group in optimizer.bit16_groups:
+            for parameter in group:  # a view that autograd knows ties the parameter to the stream of now
+                if (own := parameter._hp_mapping) is not None:
+                    own.lp_fragment = own.lp_fragment.detach()
+
+    def ready(self) -> bool:
+        return True
+
+    def begin(self) -> None:
+        for stream in self._side:
+            stream.wait_stream(torch.cuda.current_stream())
+
+    def end(self) -> None:
+        for stream in self._side:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+class Zero3Order:
+    """Streams of ZeRO-3 whose passes are recorded, with gradients that wait for their reduction on the GPU.
+
+    DeepSpeed 0.19.8 marks a gradient as used by the stream that reduces (`record_stream`). Memory that is
+    marked is not free before the end of a graph. Here it is, when the module after the next one begins: the
+    computation waits until the gradient is in the bucket. The host neither waits nor asks for events.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        parameters: Sequence[Any],
+        released: Released,
+        *,
+        sums: bool,
+        streams: Any = torch.cuda,
+    ) -> None:
+        """`sums`: gradients are added to the partition, which is zero before a step.
+
+        `parameters`: all of the module, frozen ones, too. `streams` provides `current_stream`, `stream` and
+        `Event`.
+        """
+        self._streams, self._parameters = streams, parameters
+        self._optimizer, self._released, self._sums = optimizer, released, sums
+        self._reducing = optimizer.reduce_and_partition_stream
+        self._coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._partitions = getattr(optimizer, _PARTITIONS)
+        self._latest: list[torch.Tensor] = []
+        self._earlier: list[torch.Tensor] = []
+        self._copied = self._streams.Event()
+        rely_on(optimizer, _REDUCE)
+        self._epilogue = rely_on(optimizer, _EPILOGUE)
+        replace(optimizer, _EPILOGUE, self._end_backward)
+        replace(optimizer, _COLLECT, self._collect)
+        replace(optimizer, "partition_grads", self._partition)
+        # which `release_in_order` has replaced already
+        self._coordinator.fetch_sub_module = self._then(self._coordinator.fetch_sub_module)
+        for owner, name in ((optimizer, "param_reduce_events"), (self._coordinator, _EVENTS)):
+            patch(owner, name, deque(maxlen=0), library=DEEPSPEED, source_hash=None)
+        for one in optimizer.persistent_parameters:
+            if one.ds_zero_partition_world_size > 1:
+                size = one.ds_tensor.numel() * one.ds_zero_partition_world_size
+                setattr(one, HOME, one.ds_tensor.new_empty(size))
+
+    def ready(self) -> bool:
+        """Whether DeepSpeed knows the order of modules. Until then it asks other ranks and waits."""
+        if self._coordinator.is_record_trace():
+            self._coordinator.reset_step()
+        return bool(self._coordinator.is_complete_trace())
+
+    def begin(self) -> None:
+        self._released.clear()
+        self._reducing.wait_stream(self._streams.current_stream())
+        self._copied = self._streams.Event()
+
+    def end(self) -> None:
+        """No pass finds weights that another one has gathered."""
+        release_gathered(self._coordinator, self._parameters)
+        self._released.end()
+        self._latest, self._earlier = [], []
+        self._copied = self._streams.Event()
+
+    def _then(self, fetch: Callable[..., None]) -> Callable[..., None]:
+        def advance(*args: Any, **kwargs: Any) -> None:
+            self._streams.current_stream().wait_event(self._copied)
+            self._earlier, self._latest = self._latest, []
+            self._copied.record(self._reducing)
+            fetch(*args, **kwargs)
+
+        return advance
+
+    def _end_backward(self) -> None:
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        accelerator.resolves_data_dependency = lambda: True  # the host does not wait
+        try:
+            self._epilogue()
+        finally:
+            del accelerator.resolves_data_dependency
+        self._streams.current_stream().wait_stream(self._reducing)
+
+    @torch.no_grad()
+    def _collect(self, parameter: Any) -> None:
+        """As `__add_grad_to_ipg_bucket`, without a mark on the gradient."""
+        optimizer, gradient = self._optimizer, parameter.grad
+        bucket = optimizer.ipg_buckets[optimizer.get_param_comm_dtype(parameter)]
+        self._reducing.wait_stream(self._streams.current_stream())
+        end = bucket.elements + gradient.numel()
+        if end <= optimizer.reduce_bucket_size:
+            self._latest.append(gradient.detach())
+            copy = bucket.buffer[bucket.elements : end].view_as(gradient)
+            with self._streams.stream(self._reducing):
+                copy.copy_(gradient)
+            gradient.data = copy
+        bucket.params.append(parameter)
+        bucket.process_group = optimizer._get_param_partition_group(parameter)
+        bucket.elements = end
+
+    @torch.no_grad()
+    def _partition(self, parameters: Sequence[Any], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """As `partition_grads` on the GPU, by one kernel for all."""
+        rank_of = self._optimizer._get_param_partition_rank
+        taken, targets = [], []
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel:  # else all is padding
+                targets.append(self._partitions[parameter.ds_id][: part.numel()])
+                taken.append(part)
+            self._latest.append(parameter.grad)
+            parameter.grad = None
+        if targets:
+            (torch._foreach_add_ if self._sums else torch._foreach_copy_)(targets, taken)
+        return targets
+
+
+class HookedPasses:
+    """Passes of a micro-batch that end with DeepSpeed's own backward pass."""
+
+    def __init__(
+        self,
+        engine: Any,
+        optimizer: Any,
+        objective: Objective,
+        apart: Sequence[torch.Tensor],
+        order: Zero12Order | Zero3Order,
+        *,
+        stage: int,
+    ) -> None:
+        """`apart`: trained parameters that DeepSpeed does not see; their gradients are allocated once."""
+        self._engine = engine
+        self.recorded = _Recorded(engine, optimizer, objective, apart, order)
+        self._sums = self.recorded.gradients.copy()  # What all graphs add to
+        if stage < 3:
+            self._sums += self._partitions(optimizer)
+        elif engine.gradient_accumulation_steps() > 1:
+            self._sums.append(optimizer.grad_partitions_flat_buffer)
+
+    def _partitions(self, optimizer: Any) -> list[torch.Tensor]:
+        """Make this rank's gradients in fp32, as for several micro-batches; DeepSpeed does in each step."""
+        patch(optimizer, "gradient_accumulation_dtype", torch.float32, library=DEEPSPEED, source_hash=None)
+        for index in range(len(optimizer.bit16_groups)):
+            self.recorded.kept[index] = optimizer._build_compact_grad_partition_buffer(index)
+        return [group.flat_partition for group in self.recorded.kept.values()]
+
+    def run(self, micro_batch: MicroBatch, factor: torch.Tensor) -> torch.Tensor:
+        """The loss, fp32 scalar; DeepSpeed has taken the gradients of `factor` times it."""
+        if self._engine.micro_steps % self._engine.gradient_accumulation_steps() == 0:
+            if self._sums:
+                torch._foreach_zero_(self._sums)
+            self.recorded.leave(self.recorded.kept)
+        return self.recorded.run([micro_batch], factor)
+
+
+class _Recorded(RecordedPasses):
+    def __init__(
+        self, engine: Any, optimizer: Any, objective: Objective, apart: Sequence[torch.Tensor], order: Any
+    ) -> None:
+        device = torch.device(optimizer.device)
+        super().__init__(objective, (), device, separates=objective.separates(device))
+        self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
+        self.gradients = [torch.zeros_like(one) for one in apart]
+        self.kept: dict[int, Any] = {}
+        """This rank's gradients under ZeRO-1 and 2, by group of parameters. ZeRO-3 has its own."""
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        with super().place():
+            self._order.begin()
+            try:
+                yield
+            finally:
+                self._order.end()
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()  # what other streams have used is free then
+        super().settle()
+
+    def one(self, batch: MicroBatch) -> torch.Tensor:
+        if self._order.ready():
+            return super().one(batch)
+        self.settle()
+        with self.place():
+            return self.passes(batch)
+
+    def passes(self, batch: MicroBatch) -> torch.Tensor:
+        with torch.autograd.set_multithreading_enabled(False):
+            self._order.begin()
+            loss = self._engine(batch)
+            self._engine.backward(loss * self._factor, scale_wrt_gas=False)
+            self._order.end()
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+    def left(self) -> dict[int, Any]:
+        """Gradients of this rank, by group of parameters: all in memory that stays."""
+        return dict(self._optimizer.averaged_gradients)
+
+    def leave(self, left: dict[int, Any]) -> None:
+        self._optimizer.averaged_gradients = dict(left)
+        for parameter, gradient in zip(self._apart, self.gradients, strict=True):
+            parameter.grad = gradient

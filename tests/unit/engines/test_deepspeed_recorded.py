@@ -1,0 +1,215 @@
+"""Which passes of ZeRO are recorded with DeepSpeed's hooks, and gradients that wait for their reduction."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records_hooks
+from shardwise.engines.deepspeed.runtime import recorded
+from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, _Recorded
+from shardwise.engines.deepspeed.runtime.zero3 import Released
+from shardwise.engines.runtime.recorded import RecordedPasses
+from shardwise.strategy import Strategy
+
+ZERO = {stage: Strategy(engine="deepspeed", stage=stage, precision="bf16") for stage in range(4)}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_all_zero_stages_that_shard_are_recorded(stage: int) -> None:
+    strategy = replace(ZERO[stage], data_parallel=2)
+    assert records_hooks(strategy)
+    assert decides_on_gpu(strategy)
+    assert records_hooks(replace(strategy, accumulation=4)) == (stage > 1)
+    assert records_hooks(replace(strategy, tensor_parallel=2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stage": 0},
+        {"precision": "fp16"},
+        {"precision": "fp32"},
+        {"offload_optimizer": "cpu"},
+        {"offload_optimizer": "cpu", "offload_parameters": "cpu"},
+        {"shard_group": 2},
+        {"quantized_weights": True},
+        {"quantized_gradients": True},
+        {"overlap_comm": False},
+    ],
+    ids=str,
+)
+def test_what_the_host_takes_part_in_is_not_recorded(change: dict[str, Any]) -> None:
+    assert not records_hooks(replace(ZERO[3], data_parallel=4, **change))
+
+
+class Streams:
+    """The reducing stream and the computation's, which run at once."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def current_stream(self) -> Streams:
+        return self
+
+    def stream(self, _: object) -> Any:
+        return nullcontext()
+
+    def Event(self) -> SimpleNamespace:  # noqa: N802 - torch's name
+        return SimpleNamespace(record=lambda *_: self.log.append("record"))
+
+    def wait_stream(self, _: object) -> None:
+        self.log.append("wait for stream")
+
+    def wait_event(self, _: object) -> None:
+        self.log.append("wait for event")
+
+
+class Bucket(SimpleNamespace):
+    buffer: torch.Tensor
+
+
+@pytest.fixture
+def zero3(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A ZeRO-3 optimizer of two ranks, of which this is the second; only what the hooks use."""
+    monkeypatch.setattr(recorded, "rely_on", getattr)
+    monkeypatch.setattr(recorded, "replace", setattr)
+    monkeypatch.setattr(recorded, "patch", lambda owner, name, value, **_: setattr(owner, name, value))
+    bucket = Bucket(buffer=torch.zeros(8), elements=0, params=[], process_group=None)
+    monkeypatch.setattr(recorded, "release_gathered", lambda *_: None)
+    coordinator = SimpleNamespace(fetch_sub_module=lambda *_: None)
+    optimizer = SimpleNamespace(
+        reduce_and_partition_stream=Streams(),
+        parameter_offload=SimpleNamespace(get_param_coordinator=lambda: coordinator),
+        coordinator=coordinator,
+        bucket=bucket,
+        ipg_buckets={"bf16": bucket},
+        reduce_bucket_size=8,
+        persistent_parameters=[],
+        get_param_comm_dtype=lambda _: "bf16",
+        _get_param_partition_group=lambda _: "both",
+        _get_param_partition_rank=lambda _: 1,
+    )
+    for name in (recorded._REDUCE, recorded._EPILOGUE):
+        setattr(optimizer, name, lambda: None)
+    setattr(optimizer, recorded._PARTITIONS, {1: torch.ones(2), 2: torch.ones(2)})
+    return optimizer
+
+
+def order_of(optimizer: Any, *, sums: bool) -> Zero3Order:
+    streams = Streams()
+    return Zero3Order(optimizer, [], Released(streams, streams), sums=sums, streams=streams)
+
+
+def parameter(number: int, values: list[float]) -> Any:
+    numel = len(values)
+    made = SimpleNamespace(ds_id=number, ds_numel=numel, partition_numel=lambda: -(-numel // 2))
+    made.grad = torch.tensor(values)
+    return made
+
+
+@pytest.mark.parametrize(("sums", "expected"), [(False, [3.0, 4.0]), (True, [4.0, 5.0])])
+def test_gradients_go_to_the_bucket_and_shares_to_the_partition(
+    zero3: Any, sums: bool, expected: list[float]
+) -> None:
+    order = order_of(zero3, sums=sums)
+    one = parameter(1, [1.0, 2.0, 3.0, 4.0])
+    getattr(zero3, recorded._COLLECT)(one)
+    assert zero3.bucket.buffer.tolist() == [1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0]
+    assert one.grad.data_ptr() == zero3.bucket.buffer.data_ptr()
+    assert (zero3.bucket.elements, zero3.bucket.params, zero3.bucket.process_group) == (4, [one], "both")
+    zero3.partition_grads([one], [torch.tensor([3.0, 4.0])])
+    assert one.grad is None
+    assert order._partitions[1].tolist() == expected
+
+
+def test_a_share_that_is_padding_alone_is_left_out(zero3: Any) -> None:
+    order = order_of(zero3, sums=False)
+    one = parameter(1, [1.0])
+    assert zero3.partition_grads([one], [torch.tensor([7.0])]) == []
+    assert order._partitions[1].tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_that_is_larger_than_the_bucket_keeps_its_memory_until_after_it(zero3: Any) -> None:
+    order_of(zero3, sums=False)
+    one = parameter(2, [float(at) for at in range(9)])
+    memory = weakref.ref(one.grad)
+    getattr(zero3, recorded._COLLECT)(one)
+    zero3.coordinator.fetch_sub_module()
+    zero3.coordinator.fetch_sub_module()
+    assert memory() is one.grad
+    assert zero3.bucket.buffer.tolist() == [0.0] * 8
+    zero3.partition_grads([one], [torch.zeros(2)])
+    assert memory() is not None, "the reducing stream reads it"
+    zero3.coordinator.fetch_sub_module()
+    zero3.coordinator.fetch_sub_module()
+    assert memory() is None
+
+
+def test_memory_of_a_gradient_is_free_when_the_module_after_the_next_one_begins(zero3: Any) -> None:
+    """The computation waits then for what the reducing stream had to do when the next one began."""
+    order = order_of(zero3, sums=False)
+    one = parameter(1, [1.0, 2.0])
+    getattr(zero3, recorded._COLLECT)(one)
+    [held] = order._latest
+    memory = weakref.ref(held)
+    del held
+    order._streams.log.clear()
+    zero3.coordinator.fetch_sub_module()
+    assert memory() is not None
+    zero3.coordinator.fetch_sub_module()
+    assert memory() is None
+    assert order._streams.log == ["wait for event", "record"] * 2
+
+
+def test_nothing_is_held_and_no_event_of_a_graph_is_left_after_it(zero3: Any) -> None:
+    order = order_of(zero3, sums=False)
+    getattr(zero3, recorded._COLLECT)(parameter(1, [1.0, 2.0]))
+    before = order._copied
+    order.end()
+    assert order._latest == order._earlier == []
+    assert order._copied is not before
+
+
+@pytest.mark.parametrize(
+    ("recording", "complete", "ready", "resets"),
+    [(False, False, False, 0), (True, True, True, 1), (False, True, True, 0)],
+)
+def test_zero_3_is_recorded_once_the_order_of_modules_is_known(
+    zero3: Any, recording: bool, complete: bool, ready: bool, resets: int
+) -> None:
+    order, calls = order_of(zero3, sums=False), []
+    zero3.coordinator.is_record_trace = lambda: recording
+    zero3.coordinator.is_complete_trace = lambda: complete
+    zero3.coordinator.reset_step = lambda: calls.append(1)
+    assert order.ready() == ready
+    assert len(calls) == resets
+
+
+def test_what_a_graph_left_is_given_to_each_step() -> None:
+    """Those of parameters that DeepSpeed does not see, too."""
+    passes = object.__new__(_Recorded)
+    apart, gradient = torch.zeros(2), torch.ones(2)
+    passes._optimizer = SimpleNamespace(averaged_gradients={0: None})
+    passes._apart, passes.gradients = [apart], [gradient]
+    passes.leave({0: ["of the graph"]})
+    assert passes._optimizer.averaged_gradients == {0: ["of the graph"]}
+    assert apart.grad is gradient
+    passes._optimizer.averaged_gradients[0] = None  # as the step does
+    assert passes.left() == {0: None}
+
+
+def test_what_runs_next_to_the_graphs_ends_in_order_even_if_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr(RecordedPasses, "place", lambda _: nullcontext())
+    passes = object.__new__(_Recorded)
+    passes._order = SimpleNamespace(begin=lambda: log.append("begin"), end=lambda: log.append("end"))
+    with pytest.raises(ValueError, match="evaluation"), passes.place():
+        raise ValueError("evaluation")
+    assert log == ["begin", "end"]
