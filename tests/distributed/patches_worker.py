@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from shardwise.engines.deepspeed import config
 from shardwise.engines.deepspeed.runtime import adapters, engine, recorded
 from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_gathered, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
+from shardwise.strategy import Strategy
 
 
 class Streams:
@@ -41,6 +42,14 @@ class Streams:
 
     def wait_stream(self, _: Any) -> None:
         self.log.append("wait_stream")
+
+
+def leave(world: World, place: str, name: str, found: dict[str, Any]) -> None:
+    """Write what the first rank found, and leave the group."""
+    if world.rank == 0:
+        (Path(place) / f"{name}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def joint_norms(world: World) -> dict[str, Any]:
@@ -106,11 +115,8 @@ def gathers(place: str) -> None:
         losses = [result.loss.item() for result in w.train(one, strategy, range(3))]
         found.append((losses, snapshot(one)))
         partition_parameters.AllGatherCoalescedHandle = None
-    if world.rank == 0:
-        equal = found[0][0] == found[1][0] and same(found[0][1], found[1][1])
-        (Path(place) / "gathers.json").write_text(json.dumps({"same": equal}))
-    dist.barrier()
-    dist.destroy_process_group()
+    equal = found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+    leave(world, place, "gathers", {"same": equal})
 
 
 def leaves_nothing(place: str) -> None:
@@ -134,10 +140,7 @@ def leaves_nothing(place: str) -> None:
             losses += [step.loss.item() for step in w.train(one, strategy, range(3, 6))]
             ended.append((losses, snapshot(one)))
         found[name]["same"] = ended[0][0] == ended[1][0] and same(ended[0][1], ended[1][1])
-    if world.rank == 0:
-        (Path(place) / "leaves_nothing.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(world, place, "leaves_nothing", found)
 
 
 def numel(parameter: torch.Tensor) -> int:
@@ -184,63 +187,49 @@ class HookedUsual(recorded._Recorded):
         return self.passes(micro_batches[0])
 
 
+def ends_as_usual(
+    strategy: Strategy, world: World, *stand_ins: AbstractContextManager[Any], lora: bool = False
+) -> bool:
+    """Whether an engine that records ends as a usual one; `stand_ins` take the place of what needs a GPU."""
+    ended = []
+    for ours in (False, True):
+        objective = {"side_effect": lambda module, *_, o=ours: module if o else None}
+        with ExitStack() as stack:
+            for one in (patch.object(engine, "recordable", **objective), *stand_ins):
+                stack.enter_context(one)
+            made = w.engine_for(strategy, world, model=w.mamba, lora=lora)
+            assert (made._graphs is not None) == ours
+            steps = w.train(made, strategy, range(4))
+        numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
+        ended.append((numbers, snapshot(made), made.evaluate(w.rows(0)).item()))
+    (losses, before, held_out), (our_losses, after, our_held_out) = ended
+    return losses == our_losses and same(before, after) and held_out == our_held_out
+
+
 def keeps_sums(place: str) -> None:
     """Two engines of each stage: gradients as DeepSpeed has them, and fp32 ones that stay."""
     world, found = w.join(), {}
     still = patch.multiple(recorded.Zero12Order, begin=lambda _: None, end=lambda _: None)
+    usual = patch.object(recorded, "_Recorded", HookedUsual)
     for name, accumulation in (("zero1", 1), ("zero2", 1), ("zero2", 2)):
         strategy = replace(w.fitted(DEEPSPEED[name], world, accumulation), precision="bf16")
-        ended = []
-        for ours in (False, True):
-            objective = {"side_effect": lambda module, *_, o=ours: module if o else None}
-            usual = patch.object(recorded, "_Recorded", HookedUsual)
-            with patch.object(engine, "recordable", **objective), usual, still:
-                one = w.engine_for(strategy, world, model=w.mamba)
-                assert (one._graphs is not None) == ours
-                steps = w.train(one, strategy, range(4))
-            numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
-            ended.append((numbers, snapshot(one), one.evaluate(w.rows(0)).item()))
-        (losses, before, held_out), (kept, after, kept_held_out) = ended
-        equal = losses == kept and same(before, after) and held_out == kept_held_out
-        found[f"{name} x{accumulation}"] = equal
-    if world.rank == 0:
-        (Path(place) / "keeps_sums.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+        found[f"{name} x{accumulation}"] = ends_as_usual(strategy, world, still, usual)
+    leave(world, place, "keeps_sums", found)
 
 
 def hands_over(place: str) -> None:
     """Two engines of each stage: DeepSpeed's backward pass, and one over gradients that are known."""
-    world = w.join()
-    found = {}
+    world, found = w.join(), {}
+    usual = patch.object(adapters, "RecordedPasses", UsualPasses)
     for name in ("zero0", "zero1", "zero2"):
         for accumulation in (1, 2):
-            strategy = w.fitted(DEEPSPEED[name], world, accumulation)
-            strategy = replace(strategy, precision="bf16")
-            ended = []
-            for ours in (False, True):
-                objective = {"side_effect": lambda module, *_, o=ours: module if o else None}
-                usual = patch.object(adapters, "RecordedPasses", UsualPasses)
-                with patch.object(engine, "recordable", **objective), usual:
-                    one = w.engine_for(strategy, world, model=w.mamba, lora=True)
-                assert (one._graphs is not None) == ours
-                steps = w.train(one, strategy, range(3))
-                numbers = [(step.loss.item(), step.grad_norm.item()) for step in steps]
-                ended.append((numbers, snapshot(one), one.evaluate(w.rows(0)).item()))
-            (losses, before, held_out), (known, after, known_held_out) = ended
-            equal = losses == known and same(before, after) and held_out == known_held_out
-            found[f"{name} x{accumulation}"] = equal
-    if world.rank == 0:
-        (Path(place) / "hands_over.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+            strategy = replace(w.fitted(DEEPSPEED[name], world, accumulation), precision="bf16")
+            found[f"{name} x{accumulation}"] = ends_as_usual(strategy, world, usual, lora=True)
+    leave(world, place, "hands_over", found)
 
 
 def main(place: str) -> None:
     world = w.join()
     torch.manual_seed(0)
     results = {"releases": releases(world), "norms": joint_norms(world)}
-    if world.rank == 0:
-        (Path(place) / "result.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(world, place, "result", results)

@@ -71,17 +71,13 @@ class Streams:
         self.log.append("wait for event")
 
 
-class Bucket(SimpleNamespace):
-    buffer: torch.Tensor
-
-
 @pytest.fixture
 def zero3(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ZeRO-3 optimizer of two ranks, of which this is the second; only what the hooks use."""
     monkeypatch.setattr(recorded, "rely_on", getattr)
     monkeypatch.setattr(recorded, "replace", setattr)
     monkeypatch.setattr(recorded, "patch", lambda owner, name, value, **_: setattr(owner, name, value))
-    bucket = Bucket(buffer=torch.zeros(8), elements=0, params=[], process_group=None)
+    bucket = SimpleNamespace(buffer=torch.zeros(8), elements=0, params=[], process_group=None)
     monkeypatch.setattr(recorded, "release_gathered", lambda *_: None)
     coordinator = SimpleNamespace(fetch_sub_module=lambda *_: None)
     optimizer = SimpleNamespace(
