@@ -17,8 +17,10 @@ from torch import nn
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
 from shardwise.engines.deepspeed.memory import zero3
-from shardwise.engines.deepspeed.memory.zero012 import Zero12Memory
-from shardwise.engines.deepspeed.time import Zero12
+from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
+from shardwise.engines.deepspeed.time import Zero0, Zero12
+from shardwise.engines.fsdp2 import memory as fsdp2_memory
+from shardwise.engines.fsdp2 import time as fsdp2_time
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
@@ -26,11 +28,11 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.memory.gpu import OPTIMIZER, GpuMemory
+from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.step_trace import FP32, FP64
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.roofline import table
-from shardwise.simulate.time.schedule import converted
+from shardwise.simulate.time.schedule import NORM_BYTES, converted, copied
 from shardwise.strategy import Strategy
 
 TIMER_OFF = "2026-11-22T21:24"
@@ -88,6 +90,10 @@ wait for it."""
 SUMMED = "2026-11-30T04:31"
 """Since then recorded ZeRO-1 and 2 have gradients in fp32, and ZeRO-3 steps fewer elements at once."""
 
+ALL_HOOKED = "2026-11-30T07:15"
+"""Since then ZeRO-0, ZeRO-1 with accumulation and adapters under ZeRO-1 and 2 are recorded as all others, and
+ZeRO-0 steps in parts. FSDP2 that does not reshard is recorded on one GPU with accumulation, too."""
+
 ZERO3_DECIDED = "2026-11-30T04:02"
 """Since then the host does not wait for ZeRO-3's norm either, where passes are recorded."""
 
@@ -114,7 +120,8 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
-    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups` and `codes`, whose time is predicted as of today.
+    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, and two that are predicted as of
+    today: `codes`, and `handed`, gradients of adapters that DeepSpeed got after the passes.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -134,23 +141,29 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "gelu": kind in GELU and date < GELU_FUSED,
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
-        "passes": date < _recorded_since(str(engine), lora=lora),
+        "kept": engine == "fsdp2" and date < ALL_HOOKED and _keeps_gathered(_strategy(strategy)),
+        "passes": date < _recorded_since(_strategy(strategy), lora=lora) if strategy else False,
     }
     if engine == "deepspeed":
-        others |= _of_deepspeed(_strategy(strategy), date)
+        others |= _of_deepspeed(_strategy(strategy), date, lora=lora)
     return frozenset(name for name, other in others.items() if other)
 
 
-def _of_deepspeed(strategy: Strategy, date: str) -> dict[str, bool]:
-    cut, third, hooked = strategy.tensor_parallel > 1, strategy.stage == 3, policy.records_hooks(strategy)
-    decided = ZERO3_DECIDED if third else HOOKED if cut else DECIDED_ON_GPU
+def _of_deepspeed(strategy: Strategy, date: str, *, lora: bool) -> dict[str, bool]:
+    cut, first, third = strategy.tensor_parallel > 1, strategy.stage == 0, strategy.stage == 3
+    decided = ALL_HOOKED if first else ZERO3_DECIDED if third else HOOKED if cut else DECIDED_ON_GPU
+    alone = lora and not third and not cut  # Adapters, once recorded without hooks
+    late = first or (strategy.stage == 1 and strategy.accumulation > 1)
+    hooked = ALSO_RECORDED if alone else ALL_HOOKED if late else HOOKED
     return {
         "gathers": third and date < GATHERED,
         "waits": date < decided and policy.decides_on_gpu(strategy),
-        "hooks": date < HOOKED and hooked,
+        "hooks": date < hooked and policy.records(strategy),
         "norms": date < HOOKED and cut,
-        "sums": HOOKED <= date < SUMMED and hooked and not third,
+        "sums": hooked <= date < (ALL_HOOKED if alone else SUMMED) and policy.records(strategy) and not third,
         "groups": third and date < SUMMED,
+        "parts": first and date < ALL_HOOKED,
+        "handed": alone and ALSO_RECORDED <= date < ALL_HOOKED,
     }
 
 
@@ -160,11 +173,18 @@ def _strategy(values: Mapping[str, Any]) -> Strategy:
     return Strategy(**{name: value for name, value in values.items() if name in names})
 
 
-def _recorded_since(engine: str, *, lora: bool) -> str:
-    """When an engine began to record passes that it records today."""
-    if engine == "single":
+def _keeps_gathered(strategy: Strategy) -> bool:
+    """Whether weights once stayed gathered between micro-batches where they do not today."""
+    return not strategy.reshard and strategy.accumulation > 1 and strategy.sharers == 1
+
+
+def _recorded_since(strategy: Strategy, *, lora: bool) -> str:
+    """When an engine began to record passes that it records today; "" where `hooks` says it."""
+    if strategy.engine == "single":
         return RECORDED if lora else ALL_RECORDED
-    return ALSO_RECORDED if engine == "fsdp2" or (engine == "deepspeed" and lora) else ""
+    if strategy.engine == "fsdp2":
+        return ALL_HOOKED if _keeps_gathered(strategy) else ALSO_RECORDED
+    return ALSO_RECORDED if strategy.engine == "deepspeed" and lora else ""
 
 
 def mixed(measured: Mapping[str, Any]) -> bool:
@@ -213,6 +233,36 @@ def _step_with_norms(engine: Zero12Memory, memory: GpuMemory) -> None:
     _STEP(engine, memory)
 
 
+def _step_at_once(schedule: Zero0) -> None:
+    """DeepSpeed's own step of ZeRO-0 (fp16/unfused_optimizer.py), which waits for the norm of each gradient.
+
+    The fp32 copies are counted as concatenated, which they are not: rows were predicted so.
+    """
+    streams, elements = schedule.streams, schedule.trainable
+    streams.host_waits()
+    streams.issue(len(schedule.trace.trainable) * schedule.host.seconds("zero0_parameter"))
+    if schedule.mixed:
+        streams.move(schedule.item * elements, "foreach_norm")
+        streams.move(converted(schedule.item, FP32) * elements, "mixed")
+        streams.move(copied(FP32) * elements, "foreach_copy")
+    streams.move(NORM_BYTES * elements, "foreach_norm")
+    streams.host_waits()
+    streams.move(copied(FP32) * elements)
+    schedule.adamw(elements, len(schedule.trace.trainable))
+    if schedule.mixed:
+        streams.move(converted(FP32, schedule.item) * elements, "foreach_copy")
+
+
+def _gradients_at_once(engine: Zero0Memory, memory: GpuMemory) -> None:
+    """Its memory: each gradient in fp32, for its norm (utils.py: get_weight_norm), then all."""
+    for numel in engine._numel if engine._masters else ():
+        memory.scratch(OPTIMIZER, FP32 * numel)
+    high = [memory.take(GRADIENTS, FP32 * numel) for numel in engine._numel if engine._masters]
+    engine._take_states(memory)
+    memory.give(*high, *engine._gradients.values())
+    engine._gradients.clear()
+
+
 def _patches() -> dict[str, list[Any]]:
     """What `earlier_kernels` names, as it was."""
     return {
@@ -233,9 +283,17 @@ def _patches() -> dict[str, list[Any]]:
             patch.dict(table()["host"], zero3_visit=VISIT),
         ],
         "waits": [patch.object(policy, "decides_on_gpu", lambda _: False)],
-        "hooks": [patch.object(policy, "records_hooks", lambda _: False)],
+        "hooks": [patch.object(policy, "records", lambda _: False)],
         "sums": [patch.object(policy, "keeps_sums", lambda _, strategy: sums_in_fp32(strategy))],
         "groups": [patch.object(zero3, "sub_group", lambda _: SUB_GROUP_OF_HOST)],
+        "kept": [
+            patch.object(module, "released", lambda s, *, backward, last: s.reshard or (backward and last))
+            for module in (fsdp2_memory, fsdp2_time)
+        ],
+        "parts": [
+            patch.object(Zero0, "update", _step_at_once),
+            patch.object(Zero0Memory, "step", _gradients_at_once),
+        ],
         "norms": [
             patch.object(Zero12, "norm", _norm_of_each),
             patch.object(Zero12Memory, "step", _step_with_norms),

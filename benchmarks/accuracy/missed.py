@@ -10,7 +10,6 @@ _BUCKETS = (
     "one to three buckets of 5e8 elements may be on their way to the host: the four ranks reserve {} GiB for "
     "the same tensors"
 )
-_HOST = "the GPU waits for the host; an earlier measurement of the row took less than two thirds of the time"
 _PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
 _TOO_SLOW = "the GPU waits for the host, which the pace makes too slow here; cause not established"
 _UPDATE = (
@@ -25,8 +24,6 @@ MISSED: dict[str, dict[str, str]] = {
         "llama-3.2-3b.4gpu.zero3-offload-optimizer.full.s2048.b2x1.ck1": _BUCKETS.format("10.8 to 11.8"),
     },
     "step": {
-        "tinyllama-1.1b.1gpu.zero0.full.s2048.b2x2.ck1": _TOO_SLOW,
-        "pythia-1.4b.1gpu.fsdp2-noreshard.full.s2048.b2x2.ck1": _HOST,
         "llama-3.2-3b.4gpu.zero3-noreshard.full.s2048.b2x1.ck1": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero1.lora16.s2048.b4x1.ck1.cap16": _PACE,

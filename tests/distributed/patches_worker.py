@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from engine_scenarios import DEEPSPEED, same, snapshot
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed import config
-from shardwise.engines.deepspeed.runtime import adapters, engine, recorded
+from shardwise.engines.deepspeed.runtime import engine, recorded
 from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_gathered, release_in_order
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.strategy import Strategy
@@ -163,22 +164,31 @@ class UsualPasses:
         self.place = nullcontext
 
     def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
-        (micro_batch,) = micro_batches
-        for master, gradient in zip(self._masters, self._gradients, strict=True):
-            master.grad = gradient.zero_()
-        loss = self._loss(micro_batch)
-        (loss * factor).backward()
-        return loss.detach()
+        for at, master in enumerate(self._masters):
+            master.grad = self._gradients[at].zero_() if self._gradients else None
+        total = torch.zeros_like(factor)
+        for micro_batch in micro_batches:
+            loss = self._loss(micro_batch)
+            (loss * factor).backward()
+            total += loss.detach()
+        return total
 
 
 class HookedUsual(recorded._Recorded):
     """The same of passes with DeepSpeed's hooks."""
 
     def __init__(
-        self, engine: Any, optimizer: Any, _: Any, apart: Sequence[torch.Tensor], order: Any
+        self,
+        engine: Any,
+        optimizer: Any,
+        _: Any,
+        apart: Sequence[torch.Tensor],
+        order: Any,
+        weights: Sequence[torch.Tensor],
     ) -> None:
         self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
         self.gradients, self.kept = [torch.zeros_like(one) for one in apart], {}
+        self._weights, self.unreduced = weights, [torch.zeros_like(one) for one in weights]
 
     place = nullcontext
 
@@ -207,25 +217,18 @@ def ends_as_usual(
 
 
 def keeps_sums(place: str) -> None:
-    """Two engines of each stage: gradients as DeepSpeed has them, and fp32 ones that stay."""
+    """Two engines of each stage: gradients as DeepSpeed has them, and those of graphs, which stay."""
     world, found = w.join(), {}
-    still = patch.multiple(recorded.Zero12Order, begin=lambda _: None, end=lambda _: None)
-    usual = patch.object(recorded, "_Recorded", HookedUsual)
-    for name, accumulation in (("zero1", 1), ("zero2", 1), ("zero2", 2)):
+    stand_ins = (
+        patch.multiple(recorded.Zero12Order, begin=lambda _: None, end=lambda _: None),
+        patch.object(recorded, "_Recorded", HookedUsual),
+        patch.object(recorded, "RecordedPasses", UsualPasses),
+    )
+    for name, accumulation, lora in product(("zero0", "zero1", "zero2"), (1, 2), (False, True)):
         strategy = replace(w.fitted(DEEPSPEED[name], world, accumulation), precision="bf16")
-        found[f"{name} x{accumulation}"] = ends_as_usual(strategy, world, still, usual)
+        kind = "adapters" if lora else "all weights"
+        found[f"{name} x{accumulation}, {kind}"] = ends_as_usual(strategy, world, *stand_ins, lora=lora)
     leave(world, place, "keeps_sums", found)
-
-
-def hands_over(place: str) -> None:
-    """Two engines of each stage: DeepSpeed's backward pass, and one over gradients that are known."""
-    world, found = w.join(), {}
-    usual = patch.object(adapters, "RecordedPasses", UsualPasses)
-    for name in ("zero0", "zero1", "zero2"):
-        for accumulation in (1, 2):
-            strategy = replace(w.fitted(DEEPSPEED[name], world, accumulation), precision="bf16")
-            found[f"{name} x{accumulation}"] = ends_as_usual(strategy, world, usual, lora=True)
-    leave(world, place, "hands_over", found)
 
 
 def main(place: str) -> None:

@@ -33,12 +33,6 @@ def test_parameters_that_are_gathered_in_place_train_to_the_same_bits(tmp_path) 
     assert json.loads((tmp_path / "gathers.json").read_text()) == {"same": True}
 
 
-def test_adapters_whose_gradients_are_handed_over_train_to_the_same_bits(tmp_path) -> None:
-    run_set("patches_worker:hands_over", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
-    found = json.loads((tmp_path / "hands_over.json").read_text())
-    assert found == {f"zero{stage} x{count}": True for stage in range(3) for count in (1, 2)}
-
-
 def test_what_an_evaluation_leaves_gathered_is_released(tmp_path) -> None:
     run_set("patches_worker:leaves_nothing", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
     found = json.loads((tmp_path / "leaves_nothing.json").read_text())
@@ -46,7 +40,8 @@ def test_what_an_evaluation_leaves_gathered_is_released(tmp_path) -> None:
     assert found == {"zero3": expected, "zero3-noreshard": expected}
 
 
-def test_gradients_in_fp32_that_stay_train_to_the_same_bits(tmp_path) -> None:
+def test_gradients_that_stay_train_to_the_same_bits(tmp_path) -> None:
     run_set("patches_worker:keeps_sums", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
     found = json.loads((tmp_path / "keeps_sums.json").read_text())
-    assert found == {"zero1 x1": True, "zero2 x1": True, "zero2 x2": True}
+    assert len(found) == 12
+    assert all(found.values()), found

@@ -16,6 +16,7 @@ class Link:
     latency_seconds: float  # of one message; a ring all-reduce over N GPUs sends 2 (N - 1) of them
     bytes_per_second: float  # what one GPU sends, and also receives, while all that share it do so
     source: str
+    pair_share: float = 1.0  # of that rate, in an all-reduce between two GPUs
     measured: bool = False  # measured on this machine by `doctor --calibrate`; otherwise the catalog's
 
 

@@ -1,6 +1,7 @@
 """Latency and rate of each kind of link, from `links.toml`."""
 
 import tomllib
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -45,7 +46,8 @@ def fabric_link(fabric: Fabric, gpus: int) -> Link:
 def joined(fabric: str, links: int) -> Link:
     """GPUs that use `links` links each of the entry `fabric`."""
     row = table()["fabric"][fabric]
-    return _link(fabric, row["latency_us"], row["link_gb_s"] * links, row["source"])
+    link = _link(fabric, row["latency_us"], row["link_gb_s"] * links, row["source"])
+    return replace(link, pair_share=row.get("pair_link_gb_s", row["link_gb_s"]) / row["link_gb_s"])
 
 
 def link_count(fabric: Fabric) -> int:

@@ -52,6 +52,8 @@ def describe(function: Any, args: Sequence[Any], inputs: Tensors, outputs: Tenso
         read = written
     flops = float(max((t.numel() for t in (*inputs, *outputs)), default=0))
     item = max((t.element_size() for t in (*inputs, *outputs)), default=2)
+    if name == "cat" and not all(tensor.is_contiguous() for tensor in inputs):
+        name = "cat_strided"  # another kernel (aten/src/ATen/native/cuda/Shape.cu)
     return Op(kind=kind, flops=flops, read_bytes=read, written_bytes=written, item_bytes=item, name=name)
 
 

@@ -16,16 +16,15 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches, zero3
-from shardwise.engines.deepspeed.runtime.recorded import Zero3Order
+from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, reduce_all
 from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
-from shardwise.engines.deepspeed.runtime.step import StepOnGpu
+from shardwise.engines.deepspeed.runtime.step import StepOnGpu, step_in_parts
 from shardwise.errors import MachineError
 from shardwise.patch import hash_of, supported
 
 ZERO12 = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
 ZERO3 = ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3")
 ZERO0 = ("deepspeed.runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
-OVERFLOW = ("deepspeed.runtime.utils", "CheckOverflow")
 COORDINATOR = ("deepspeed.runtime.zero.partitioned_param_coordinator", "PartitionedParameterCoordinator")
 ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 PARTITION = ("deepspeed.runtime.zero.partition_parameters", None)
@@ -55,8 +54,21 @@ def joint(stage: int, place: tuple[str, str | None]) -> Any:
     return optimizer
 
 
+def stepped(device: str = "cpu") -> Any:
+    weight = torch.nn.Parameter(torch.zeros(1, device=device))
+    optimizer = bare(ZERO0, fp16_groups=[[weight]], fp32_groups=[[weight]], optimizer=SimpleNamespace())
+    step_in_parts(optimizer)
+    return optimizer
+
+
+def all_reduced() -> Any:
+    optimizer = bare(ZERO12)
+    reduce_all(optimizer)
+    return optimizer
+
+
 def joined(stage: int, place: tuple[str, str | None]) -> Any:
-    optimizer = bare(place, overflow_checker=bare(OVERFLOW))
+    optimizer = bare(place) if stage else stepped()
     patches.join_norm(optimizer, stage, lambda: torch.tensor(4.0))
     return optimizer
 
@@ -103,7 +115,7 @@ def ordered() -> Any:
 
 
 def decided(place: tuple[str, str | None] = ZERO12) -> tuple[Any, StepOnGpu]:
-    optimizer = bare(place, optimizer=SimpleNamespace())
+    optimizer = stepped() if place == ZERO0 else bare(place, optimizer=SimpleNamespace())
     how: dict[str, Any] = {"clip_norm": 0.5, "device": torch.device("cpu")}
     return optimizer, StepOnGpu(optimizer, **how, wait=lambda: None)
 
@@ -136,9 +148,12 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joint(3, ZERO3), ZERO3, "get_grad_norm_direct"),
     (lambda: joint(3, ZERO3), ZERO3, "_get_norm_groups"),
     (lambda: joint(3, ZERO3), ZERO3, "step"),
-    (lambda: joined(0, ZERO0), ZERO0, "step"),
-    (lambda: joined(0, ZERO0), ZERO0, "unscale_and_clip_grads"),
-    (lambda: joined(0, ZERO0), OVERFLOW, "check"),
+    (all_reduced, ZERO12, "reduce_gradients"),
+    (all_reduced, ZERO12, "reduce_ready_partitions_and_remove_grads"),
+    (stepped, ZERO0, "step"),
+    (stepped, ZERO0, "_skip_invalid_grad_norm"),
+    (lambda: decided(ZERO0), ZERO0, "unscale_and_clip_grads"),
+    (lambda: decided(ZERO0), (ZERO0[0], None), "is_invalid_grad_norm"),
     (lambda: joined(1, ZERO12), ZERO12, "scaled_global_norm"),
     (lambda: joined(3, ZERO3), ZERO3, "_get_norm_groups"),
     (recorded, ZERO3, f"_{ZERO3[1]}__add_grad_to_ipg_bucket"),
@@ -333,18 +348,18 @@ def test_further_gradients_count_into_the_norm_of_zero(stage: int, place: Any, a
 
 def test_further_gradients_count_into_the_norm_of_stage_0() -> None:
     optimizer = joined(0, ZERO0)
-    optimizer.clip_grad, optimizer.fp32_groups = 1.0, []
-    optimizer.loss_scale_config = SimpleNamespace(cur_scale=1.0)
-    assert optimizer.unscale_and_clip_grads(3.0) == pytest.approx(5.0)
-    assert optimizer._global_grad_norm.item() == 5.0
+    optimizer.fp16_groups[0][0].grad = torch.tensor([3.0])
+    assert optimizer.scaled_global_norm().item() == 5.0
 
 
 @pytest.mark.parametrize("value", [4.0, float("nan")])
 def test_stage_0_skips_a_step_whose_further_gradients_are_not_finite(value: float) -> None:
-    optimizer = bare(ZERO0, overflow_checker=bare(OVERFLOW, has_overflow=lambda *_, **__: False, params=[]))
-    optimizer.overflow_checker.has_moe_params = False
+    optimizer, skipped = stepped(), []
+    optimizer.loss_scale_config = SimpleNamespace(cur_scale=1.0)
+    optimizer.clip_grad, optimizer.optimizer.step = 1.0, lambda: None
+    optimizer._update_scale = skipped.append
     patches.join_norm(optimizer, 0, lambda: torch.tensor(value))
-    assert optimizer.overflow_checker.check() == (not math.isfinite(value))
+    assert optimizer.step() == (not math.isfinite(value)) == bool(skipped)
 
 
 def test_the_first_batch_is_not_compared() -> None:

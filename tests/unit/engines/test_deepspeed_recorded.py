@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.engines.deepspeed.policy import decides_on_gpu, records_hooks
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records
 from shardwise.engines.deepspeed.runtime import recorded
 from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, _Recorded
 from shardwise.engines.deepspeed.runtime.zero3 import Released
@@ -21,19 +21,24 @@ from shardwise.strategy import Strategy
 ZERO = {stage: Strategy(engine="deepspeed", stage=stage, precision="bf16") for stage in range(4)}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_all_zero_stages_that_shard_are_recorded(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_all_stages_are_recorded(stage: int) -> None:
     strategy = replace(ZERO[stage], data_parallel=2)
-    assert records_hooks(strategy)
+    assert records(strategy)
     assert decides_on_gpu(strategy)
-    assert records_hooks(replace(strategy, accumulation=4)) == (stage > 1)
-    assert records_hooks(replace(strategy, tensor_parallel=2))
+    assert records(replace(strategy, accumulation=4))
+    assert records(replace(strategy, tensor_parallel=2))
+
+
+def test_without_a_guard_of_its_own_the_host_decides() -> None:
+    """In fp32 ZeRO-0 steps with torch's optimizer alone."""
+    assert not decides_on_gpu(replace(ZERO[0], precision="fp32"))
+    assert decides_on_gpu(replace(ZERO[1], precision="fp32"))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"stage": 0},
         {"precision": "fp16"},
         {"precision": "fp32"},
         {"offload_optimizer": "cpu"},
@@ -46,7 +51,29 @@ def test_all_zero_stages_that_shard_are_recorded(stage: int) -> None:
     ids=str,
 )
 def test_what_the_host_takes_part_in_is_not_recorded(change: dict[str, Any]) -> None:
-    assert not records_hooks(replace(ZERO[3], data_parallel=4, **change))
+    assert not records(replace(ZERO[3], data_parallel=4, **change))
+
+
+@pytest.mark.parametrize("reduced", [[], [0], [0, 1]])
+def test_zero_1_reduces_what_the_last_backward_pass_did_not_reach(
+    monkeypatch: pytest.MonkeyPatch, reduced: list[int]
+) -> None:
+    """Of three weights the second waits in a bucket, unless it is reduced."""
+    monkeypatch.setattr(recorded, "rely_on", getattr)
+    monkeypatch.setattr(recorded, "replace", setattr)
+    calls: list[Any] = []
+    bucket = SimpleNamespace(params=[] if 1 in reduced else [(0, 1, 1)])
+    optimizer = SimpleNamespace(
+        ipg_buckets={torch.bfloat16: bucket},
+        bit16_groups=[[0, 1], [2]],
+        get_param_id=lambda weight: weight,
+        params_already_reduced=[number in reduced for number in range(3)],
+        reduce_ready_partitions_and_remove_grads=lambda weight, group: calls.append((weight, group)),
+        reduce_gradients=lambda **_: calls.append("rest"),
+    )
+    recorded.reduce_all(optimizer)
+    optimizer.reduce_gradients(pipeline_parallel=False)
+    assert calls == [*([] if 0 in reduced else [(0, 0)]), (2, 1), "rest"]
 
 
 class Streams:

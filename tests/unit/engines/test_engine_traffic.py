@@ -124,8 +124,8 @@ def test_stage_0_concatenates_scales_and_copies_back_all_gradients() -> None:
 
 
 def test_stage_0_steps_on_fp32_copies() -> None:
-    """A search for infinities, two copies, norm, clipping, AdamW, and the weights' cast."""
-    assert _update(_zero(0)) == [2, 2 + 4, 4 + 4, 4, 4 + 4, 28, 4 + 2]
+    """Norm, copies, AdamW, which clips, and the weights' cast; in fp32 norm, clipping and AdamW."""
+    assert _update(_zero(0)) == [2, 2 + 4, 28, 4 + 2]
     assert _update(_zero(0, item=4)) == [4, 4 + 4, 28]
 
 
@@ -147,8 +147,8 @@ def test_stage_1_adds_micro_batches_up_before_it_copies_them() -> None:
         # the bucket is scaled; this rank's quarter copied three times; the collective reads and writes it
         (1, {}, 4 + 3 * 4 / 4 + 4),
         (2, {}, 4 + 3 * 4 / 4 + 4),
-        (2, {"accumulation": 3}, 4 + 2 * 4 / 4 + (2 + 4 + 4) / 4 + 4),  # not the last time: it is added
-        (2, {"gpus": 1}, 4 + 4),  # one copy
+        # not the last time: it is converted, and added
+        (2, {"accumulation": 3}, 4 + 2 * 4 / 4 + (2 + 4) / 4 + (4 + 4 + 4) / 4 + 4),
         # interleaved by rank, scaled; the quarter copied to its buffer
         (3, {}, 4 + 4 + 4 / 4 + 4),
         (3, {"gpus": 1}, 4 + 4 + 4),
@@ -157,6 +157,13 @@ def test_stage_1_adds_micro_batches_up_before_it_copies_them() -> None:
 def test_a_bucket_is_reduced(stage: int, values: dict[str, Any], moved: float) -> None:
     gathers = 2 if stage == 3 and values.get("gpus", 4) > 1 else 0
     assert _pass(_zero(stage, **values), COMMUNICATE)[gathers:] == [moved]
+
+
+def test_a_single_ranks_bucket_takes_time_of_the_computation() -> None:
+    """It is scaled and copied once, on another stream, with which the memory's bandwidth is shared."""
+    schedule = _zero(2, gpus=1)
+    assert _pass(schedule, COMPUTE) == [HALF * (2 + 2)] * 2 + [4 + 4]
+    assert _pass(schedule, COMMUNICATE) == []
 
 
 def test_stage_3_adds_later_micro_batches_in_fp32() -> None:

@@ -55,7 +55,7 @@ def _recorded(row: dict) -> bool:
     earlier, engine = accuracy.module("earlier"), row["strategy"]["engine"]
     if engine in ("single", "ddp", "ddp-zero1"):
         return row["date"] > earlier.ALL_RECORDED
-    if row["date"] > earlier.HOOKED and policy.records_hooks(earlier._strategy(row["strategy"])):
+    if row["date"] > earlier.HOOKED and policy.records(earlier._strategy(row["strategy"])):
         return True
     of_others = engine == "fsdp2" or (engine == "deepspeed" and row["row"]["lora"] > 0)
     return of_others and row["date"] > earlier.ALSO_RECORDED

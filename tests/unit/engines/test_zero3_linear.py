@@ -40,6 +40,18 @@ def test_a_linear_layer_takes_torchs_names_and_autocast() -> None:
     assert weight.grad is not None
 
 
+def test_a_model_is_traced_after_zero_3_has_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed replaces the function for the process; torch 2.11 has no autocast for meta tensors."""
+
+    def enabled(device: str) -> bool:
+        assert device != "meta", "unknown device type for autocast"
+        return False
+
+    monkeypatch.setattr(torch, "is_autocast_enabled", enabled)
+    x, weight = torch.randn(4, 3, device="meta"), torch.randn(7, 3, device="meta")
+    assert zero3._linear(x, weight).shape == (4, 7)
+
+
 def test_a_linear_layers_weight_that_is_gone_is_gathered_for_its_backward_pass() -> None:
     weight, full = torch.nn.Parameter(torch.randn(7, 3)), torch.randn(7, 3)
     calls: list[str] = []

@@ -67,12 +67,12 @@ def faster(option, factor: float, **parts):
 @pytest.mark.parametrize(
     ("parts", "lead", "wins"),
     [
-        # measured where they wait for the host: zero3 offload 14.3 %, zero2 19.3 %
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.19, False),
-        ({"stage": 3, "offload_optimizer": "cpu"}, 1.21, True),
+        # measured where they wait for the host: zero3 offload 14.3 %, zero2 21.2 %
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.21, False),
+        ({"stage": 3, "offload_optimizer": "cpu"}, 1.22, True),
         ({"stage": 2, "offload_optimizer": "cpu"}, 1.11, False),  # its own rows: 2.6 %
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.19, False),  # no row
-        ({"stage": 1, "offload_optimizer": "cpu"}, 1.21, True),
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.21, False),  # no row
+        ({"stage": 1, "offload_optimizer": "cpu"}, 1.22, True),
     ],
 )
 def test_the_error_is_that_of_the_rows_most_like_it(toy, parts: dict, lead: float, wins: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
@@ -82,6 +85,15 @@ def test_the_tree_has_less_than_the_rings_rate() -> None:
 
 def test_many_bytes_take_the_ring() -> None:
     assert c.all_reduce(GB, TWO_NODES) == pytest.approx(2 * 15 / 16 * GB / NVLINK, rel=0.1)
+
+
+def test_sums_between_two_gpus_take_as_long_as_measured() -> None:
+    path = Path(__file__).parents[3] / "benchmarks/accuracy/results/pair_link.json"
+    kernels = json.loads(path.read_text(encoding="utf-8"))["kernels"]
+    pair = group(parse_hardware("4xH200"), 2)
+    for kernel in kernels:
+        assert c.all_reduce(kernel["bytes"], pair) == pytest.approx(kernel["microseconds"] * 1e-6, rel=0.12)
+    assert len(kernels) == 7
 
 
 def test_more_ranks_than_gpus_count_as_more_nodes() -> None:

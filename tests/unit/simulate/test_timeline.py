@@ -430,7 +430,7 @@ def test_sums_take_the_links_within_the_node(layers, unlimited) -> None:
         with_sums, without = (predict(t, spec=spec, **strategy) for t in (trace, plain))
         return with_sums.exposed_communication_seconds - without.exposed_communication_seconds
 
-    for spec, rate in (("4xH100", 370.8e9), ("4xH100@pcie4", 24e9)):
+    for spec, rate in (("4xH100", 300e9), ("4xH100@pcie4", 24e9)):  # of a pair
         assert added(spec) == pytest.approx(16 * 8192 * 8192 * 2 / rate, rel=0.05)
 
 

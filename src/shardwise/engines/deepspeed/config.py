@@ -23,8 +23,8 @@ PERSIST = 100_000
 NEVER_RELEASE = 10**15
 RELEASE_AT = 1_000_000_000
 
-# ZeRO-3 steps so many elements at once: 0.6 GB for copies of their gradients, in bf16 and fp32. DeepSpeed's
-# default is the second, which stays for an optimizer on the host.
+# ZeRO-0 and 3 step so many elements at once: 0.6 GB for copies of their gradients, in bf16 and fp32.
+# DeepSpeed's default at stage 3 is the second, which stays for an optimizer on the host.
 SUB_GROUP, SUB_GROUP_OF_HOST = 100_000_000, 1_000_000_000
 
 # A parameter waits on NVMe in buffers that must hold the largest one: DeepSpeed's default size.

@@ -7,12 +7,19 @@ traverse all parameters; in time they do not. To make that common would change p
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH, RELEASE_AT, sums_in_fp32
-from shardwise.simulate.memory.recorded import has_adapters, own_pool
-from shardwise.simulate.step_trace import StepTrace, fp32_parameters
+from shardwise.engines.deepspeed.config import (
+    NEVER_RELEASE,
+    PERSIST,
+    PREFETCH,
+    RELEASE_AT,
+    SUB_GROUP,
+    sums_in_fp32,
+)
+from shardwise.simulate.memory.recorded import own_pool
+from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
 T = TypeVar("T")  # What is gathered: a parameter in memory, a unit in time
@@ -42,44 +49,29 @@ def decides_on_gpu(strategy: Strategy) -> bool:
     """Whether the GPU alone learns if a step is finite, and the host goes on (runtime/step.py).
 
     Under ZeRO-3 only if passes are recorded: otherwise the memory in use depends on how far the host is
-    ahead. fp16's loss scale is the host's in DeepSpeed. Of AdamW kernels only torch's asks the GPU.
+    ahead. fp16's loss scale is the host's in DeepSpeed, and in fp32 ZeRO-0 has an optimizer without a guard.
+    Of AdamW kernels only torch's asks the GPU.
     """
     asks = strategy.optimizer == "adamw" and strategy.precision != "fp16"
-    return strategy.stage > 0 and steps_on_gpu(strategy) and asks
+    guarded = strategy.stage > 0 or strategy.precision == "bf16"
+    return guarded and steps_on_gpu(strategy) and asks
 
 
 def records(strategy: Strategy) -> bool:
-    """Whether passes of adapters are recorded (runtime/adapters.py).
+    """Whether passes are recorded (runtime/recorded.py).
 
-    Not in fp16: gradients that are known beforehand would miss its loss scale.
-    """
-    alone = strategy.tensor_parallel == 1 and steps_on_gpu(strategy)
-    return strategy.stage < 3 and strategy.precision == "bf16" and alone
-
-
-def records_hooks(strategy: Strategy) -> bool:
-    """Whether passes are recorded with DeepSpeed's hooks (runtime/recorded.py); those of adapters at stage 3.
-
-    Not where the host takes part in them: offloading, fp16's loss scale, what is quantized. ZeRO-1 reduces
-    in the last micro-batch only, and hpZ's gathers differ between the first one and others.
+    Not where the host takes part in them: offloading, fp16's loss scale, what is quantized. hpZ's gathers
+    differ between the first micro-batch and others.
     """
     quantized = strategy.quantized_weights or strategy.quantized_gradients
     on_gpu = steps_on_gpu(strategy) and strategy.offload_parameters == "none" and not quantized
-    alike = strategy.accumulation == 1 or strategy.stage > 1
     apart = strategy.overlap_comm or strategy.stage < 3  # ZeRO-3 gathers on the default stream otherwise
-    may = strategy.stage > 0 and strategy.precision == "bf16" and not strategy.shard_group
-    return may and on_gpu and alike and apart
-
-
-def records_adapters(trace: StepTrace, strategy: Strategy) -> bool:
-    """The same of a trace, whose trained parameters have one format."""
-    alone = own_pool(trace) and has_adapters(trace) and records(strategy)
-    return alone and not fp32_parameters(trace, strategy.precision).intersection(trace.trainable)
+    return strategy.precision == "bf16" and not strategy.shard_group and on_gpu and apart
 
 
 def records_passes(trace: StepTrace, strategy: Strategy) -> bool:
-    """Whether the passes of a trace are recorded with DeepSpeed's hooks."""
-    return own_pool(trace) and records_hooks(strategy) and not records_adapters(trace, strategy)
+    """The same of a trace."""
+    return own_pool(trace) and records(strategy)
 
 
 def keeps_sums(trace: StepTrace, strategy: Strategy) -> bool:
@@ -89,6 +81,18 @@ def keeps_sums(trace: StepTrace, strategy: Strategy) -> bool:
     to memory that is not that of the passes.
     """
     return strategy.stage < 3 and (sums_in_fp32(strategy) or records_passes(trace, strategy))
+
+
+def stepped_together(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Which of so many elements ZeRO-0 steps at once (runtime/step.py: step_in_parts)."""
+    part: list[int] = []
+    for size in sizes:
+        if part and sum(part) + size > SUB_GROUP:
+            yield part
+            part = []
+        part.append(size)
+    if part:
+        yield part
 
 
 def look_ahead(

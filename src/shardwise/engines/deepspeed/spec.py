@@ -11,15 +11,12 @@ from shardwise.engines.deepspeed.config import (
     own_config,
     trainer_config,
 )
-from shardwise.engines.deepspeed.memory.adapters import RecordedAdapters
 from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
 from shardwise.engines.deepspeed.rules import RULES
 from shardwise.engines.deepspeed.time import Zero0, Zero3, Zero12
 from shardwise.engines.descriptor import MIB, NCCL_BYTES, EngineSpec, ScriptFiles, Shards
 from shardwise.job import schema
-from shardwise.simulate.memory.engine import EngineMemory
-from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
 OWN, FOR_TRAINER = "deepspeed.json", "deepspeed.auto.json"
@@ -72,10 +69,6 @@ class DeepSpeed(EngineSpec):
     def shards(self, stage: int) -> Shards:
         return Shards(optimizer=stage >= 1, gradients=stage >= 2, parameters=stage >= 3)
 
-    def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
-        engine = super().memory(trace, strategy)
-        return RecordedAdapters(engine, trace) if policy.records_adapters(trace, strategy) else engine
-
     def has_buckets(self, stage: int) -> bool:
         return stage > 0
 
@@ -93,7 +86,7 @@ class DeepSpeed(EngineSpec):
         offloads = strategy.offloads
         if together and not (strategy.stage == 3 and offloads):
             total += NCCL_BYTES
-        if together and strategy.stage == 3 and policy.records_hooks(strategy):
+        if together and strategy.stage == 3 and policy.records(strategy):
             total += GATHERS_BYTES
         if strategy.tensor_parallel > 1 and strategy.data_parallel > 1:
             total += TENSOR_AND_DATA_BYTES

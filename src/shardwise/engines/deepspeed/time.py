@@ -6,15 +6,14 @@ kernels around a collective, whose functions stand in parentheses: `elements` ar
 """
 
 from collections import deque
-from dataclasses import replace
 
 from shardwise.engines.deepspeed import policy
 from shardwise.hardware.hardware import Hardware
+from shardwise.simulate.memory.recorded import sums_stay
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.schedule import (
     DEEPSPEED_CPU_ADAMW_BYTES,
-    NORM_BYTES,
     NVME_ADAMW_BYTES,
     Schedule,
     added,
@@ -38,31 +37,12 @@ def collective(item: int, elements: float, *, ranks: int) -> float:
 
 
 class _Zero(Schedule):
-    """If passes of adapters are recorded without hooks, those of their gradients run in a last segment."""
-
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.adapters = policy.records_adapters(trace, strategy)
-        self.own_pool = self.adapters or policy.records_passes(trace, strategy)
+        self.own_pool = policy.records_passes(trace, strategy)
+        self.on_gpu = policy.decides_on_gpu(strategy) and (strategy.stage < 3 or self.own_pool)
         if self.own_pool:
             self.record()
-        if self.adapters:
-            passes = [replace(segment, gradients=(), learned=0.0) for segment in self.segments]
-            self.segments = [*passes, self._hooks()]
-
-    def _hooks(self) -> Segment:
-        """All gradients, without kernels."""
-        return Segment(
-            unit=-1,
-            backward=True,
-            seconds=0.0,
-            joules=0.0,
-            host_seconds=0.0,
-            read_back=False,
-            passes=0,
-            gradients=tuple(self.trace.trainable),
-            learned=self.trainable,
-        )
 
 
 class Zero0(_Zero):
@@ -71,13 +51,18 @@ class Zero0(_Zero):
     engine.buffered_allreduce_fallback and runtime/fp16/unfused_optimizer.py.
     """
 
+    def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
+        super().__init__(trace, strategy, hardware)
+        self.stay = self.own_pool and sums_stay(trace, strategy)
+
     def micro_batch(self, *, first: bool, last: bool) -> None:
+        first = first and not self.stay
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment)
             if hooks and not first:
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
-        if last and self.ranks > 1:
+        if last:
             num_bytes = self.trainable * self.item
             # concatenated, scaled and copied back (runtime/engine.py: allreduce_and_copy)
             self.streams.move(3 * copied(1) * num_bytes, "foreach_copy")
@@ -86,21 +71,17 @@ class Zero0(_Zero):
             self.streams.compute_waits(self.streams.communicate(seconds, moved, after_compute=True))
 
     def update(self) -> None:
-        """Search for values that are not finite, fp32 copies, norm, clipping, AdamW.
-
-        The fp32 copies are counted as concatenated, as FP16_Optimizer does. FP16_UnfusedOptimizer, which
-        wraps torch's AdamW, does without that copy. To leave it out here would change predictions.
-        """
+        """Norm, clipping, AdamW; in bf16 as `step_in_parts`. In fp32 the host waits for the norm."""
         streams, elements = self.streams, self.trainable
-        streams.host_waits()
-        streams.issue(len(self.trace.trainable) * self.host.seconds("zero0_parameter"))
+        if not self.mixed:
+            streams.host_waits()
+            streams.issue(len(self.trace.trainable) * self.host.seconds("zero0_parameter"))
+        streams.move(self.item * elements, "foreach_norm")
         if self.mixed:
-            streams.move(self.item * elements, "foreach_norm")
             streams.move(converted(self.item, FP32) * elements, "mixed")
-            streams.move(copied(FP32) * elements, "foreach_copy")
-        streams.move(NORM_BYTES * elements, "foreach_norm")
-        streams.host_waits()
-        streams.move(copied(FP32) * elements)
+        if not self.on_gpu:  # else AdamW's kernel clips
+            streams.host_waits()
+            streams.move(copied(FP32) * elements)
         self.adamw(elements, len(self.trace.trainable))
         if self.mixed:
             streams.move(converted(FP32, self.item) * elements, "foreach_copy")
@@ -115,14 +96,12 @@ class _Buckets(_Zero):
         self.offload = strategy.offload_optimizer != "none"
         self.sums = policy.keeps_sums(trace, strategy)
         self.part = self.trainable / self.ranks
-        self.on_gpu = policy.decides_on_gpu(strategy) and (strategy.stage < 3 or self.own_pool)
         self.summed = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         """Bytes of an element of gradients as they are reduced (communication_data_type)."""
 
     def _hook_seconds(self, segment: Segment, name: str) -> float:
         """Of the host, in DeepSpeed's hooks of a segment's gradients; a graph calls none."""
-        called = self.adapters or not self.recorded
-        return len(segment.gradients) * self.host.seconds(name) if called else 0.0
+        return 0.0 if self.recorded else len(segment.gradients) * self.host.seconds(name)
 
     def recast(self, elements: float) -> float:
         """Bytes moved to convert gradients to that format."""
@@ -206,14 +185,17 @@ class _Buckets(_Zero):
 class Zero12(_Buckets):
     """Stages 1 and 2: every rank has all weights."""
 
+    @property
+    def adds(self) -> bool:
+        """Whether stage 1 adds gradients up in memory that stays."""
+        return self.own_pool and self.strategy.accumulation > 1
+
     def micro_batch(self, *, first: bool, last: bool) -> None:
         reduces = policy.reduces(self.strategy, last=last)
         for segment in self.segments:
             hooks = len(segment.gradients)
-            if first and hooks and self.adapters and self.strategy.overlap_comm:
-                self.streams.host_reads(REDUCED)
             self.run(segment, issue=self._hook_seconds(segment, "zero_hook"))
-            if self.strategy.stage == 1 and hooks and not first:
+            if self.strategy.stage == 1 and hooks and (not first or self.adds):
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
             if reduces:
                 self.collect(segment, first=first, last=last)
@@ -234,13 +216,18 @@ class Zero12(_Buckets):
         # counted.
         copies = (3 if self.ranks > 1 else 1) - self.sums
         moved = copied(self.item) * elements + copies * copied(self.item) * own
-        if self.sums or (self.strategy.accumulation > 1 and self.strategy.stage == 2):
-            # _add_to_grad_partition_buffer
-            moved += added(self.item, FP32) * own
         moved += 2 * self.recast(elements)  # and back (allreduce_bucket)
-        seconds = streams.moving(moved, "foreach_copy")
+        summed = self.sums or (self.strategy.accumulation > 1 and self.strategy.stage == 2)
+        # converted, then added (_add_to_grad_partition_buffer)
+        in_fp32 = converted(self.item, FP32) * own if summed and self.mixed else 0.0
+        moved += added(FP32, FP32) * own if summed else 0.0
+        seconds = streams.moving(moved, "foreach_copy") + streams.moving(in_fp32, "mixed", summed)
+        moved += in_fp32
         seconds += communication.all_reduce(self.summed * elements, self.group)
         moved += collective(self.summed, elements, ranks=self.ranks)
+        if self.ranks == 1:  # on another stream these kernels would only share the memory's bandwidth
+            streams.compute(seconds, joules=streams.draw.moving(moved))
+            seconds = moved = 0.0
         streams.communicate(seconds, moved, after_compute=True, done=REDUCED)
         if not self.strategy.overlap_comm:  # on the computation's stream (average_tensor)
             streams.compute_waits(REDUCED)

@@ -26,14 +26,16 @@ def gathered_ahead(block: int, blocks: int, *, backward: bool) -> range:
 def released(strategy: Strategy, *, backward: bool, last: bool) -> bool:
     """Whether a group is released after a pass of it (FSDPParamGroup: post_forward, post_backward).
 
-    Without resharding it stays gathered until the backward pass of the last micro-batch.
+    Without resharding it stays gathered until the backward pass of the last micro-batch; on one rank, which
+    only converts its own, until that of each.
     """
-    return strategy.reshard or (backward and last)
+    return strategy.reshard or (backward and (last or strategy.sharers == 1))
 
 
 def records(strategy: Strategy) -> bool:
     """Whether all micro-batches of a step are alike on the GPU alone, so that one's passes serve for all."""
-    alike = strategy.accumulation == 1 or (strategy.reshard and not strategy.shard_group)
+    each = released(strategy, backward=True, last=False) and not strategy.shard_group
+    alike = strategy.accumulation == 1 or each
     return alike and strategy.offload_parameters == "none"
 
 

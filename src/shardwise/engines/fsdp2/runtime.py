@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 from shardwise.data.batch import MicroBatch
-from shardwise.engines.fsdp2.memory import records
+from shardwise.engines.fsdp2.memory import records, released
 from shardwise.engines.runtime.base import TorchEngine, recordable
 from shardwise.engines.runtime.parameters import Fill, Fp32Parameters, chosen, trainable
 from shardwise.engines.runtime.state import Part, parts_of
@@ -90,8 +90,8 @@ class FsdpEngine(TorchEngine):
         if self._strategy.shard_group:
             self._root.set_requires_all_reduce(last)
         if not self._strategy.reshard:
-            # All micro-batches use the gathered parameters, which are freed before the optimizer step.
-            self._root.set_reshard_after_backward(last)
+            # Micro-batches use the same gathered parameters, but on one rank, which has nothing to gather.
+            self._root.set_reshard_after_backward(released(self._strategy, backward=True, last=last))
 
     def _end_passes(self) -> None:
         for name, p in () if self._stay else self._sharded.items():

@@ -23,8 +23,9 @@ MOST_GRAPHS = 64  # Each takes some MiB outside of torch's memory; further kinds
 WAITS = "called a synchronizing CUDA operation"
 """What torch warns of (c10/cuda/CUDAFunctions.cpp: warn_or_error_on_sync)."""
 
-Kind = tuple[torch.Size, int, int, int]
-"""What a graph depends on: shape, number of borders, longest segment, rows of a single segment."""
+Kind = tuple[torch.Size | int, ...]
+"""What a graph depends on: shape, number of borders, longest segment, rows of a single segment; under ZeRO
+also whether it is a step's last micro-batch."""
 
 Loss = Callable[[MicroBatch], torch.Tensor]
 
@@ -78,7 +79,7 @@ class RecordedPasses:
         """The sum of the losses, fp32 scalar; gradients are those of the losses times `factor`."""
         self._factor.copy_(factor)
         if self._gradients:
-            torch._foreach_zero_(self._gradients)
+            zero(self._gradients)
             self.leave(self._gradients)
         else:
             assert len(micro_batches) == 1, "the next micro-batch would overwrite the gradients"
@@ -101,8 +102,11 @@ class RecordedPasses:
         if not (self.graphs or self.waiting):  # what the model's construction left serves no other pool
             torch.cuda.empty_cache()
 
+    def kind(self, batch: MicroBatch) -> Kind:
+        return batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows
+
     def one(self, batch: MicroBatch) -> torch.Tensor:
-        kind = (batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
+        kind = self.kind(batch)
         if kind not in self.graphs:
             if kind not in self.waiting:
                 self.settle()
@@ -166,10 +170,17 @@ class RecordedPasses:
         return _Graph(replay=graph.replay, batch=batch, loss=loss, left=self.left())
 
 
+def zero(tensors: Sequence[torch.Tensor]) -> None:
+    """One kernel for all of a format; for several formats torch takes one for each tensor."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        torch._foreach_zero_([tensor for tensor in tensors if tensor.dtype == dtype])
+
+
 def not_owned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, which this tensor does not keep from being used again."""
-    memory = SimpleNamespace(__cuda_array_interface__=tensor.__cuda_array_interface__)
-    return torch.as_tensor(memory, device=tensor.device)
+    known = {2: torch.int16, 4: torch.int32}[tensor.element_size()]  # the interface has no bf16
+    memory = SimpleNamespace(__cuda_array_interface__=tensor.view(known).__cuda_array_interface__)
+    return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
 
 
 def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:

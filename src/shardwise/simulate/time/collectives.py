@@ -113,8 +113,9 @@ def all_reduce(num_bytes: float, group: Group) -> float:
     """Seconds until every member has the sum of everyone's `num_bytes`, by ring or tree, the faster."""
     if group.size == 1:
         return 0.0
-    tree = group.tree_latency_seconds + num_bytes / (TREE_RATE * group.bytes_per_second)
-    return min(_ring(num_bytes, group, rounds=2), BASE_SECONDS + 2 * tree)
+    share = group.intra.pair_share if group.size == group.per_node == 2 else 1.0
+    tree = group.tree_latency_seconds + num_bytes / share / (TREE_RATE * group.bytes_per_second)
+    return min(_ring(num_bytes / share, group, rounds=2), BASE_SECONDS + 2 * tree)
 
 
 def _ring(num_bytes: float, group: Group, *, rounds: int) -> float:

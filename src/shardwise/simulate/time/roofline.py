@@ -167,6 +167,8 @@ def bandwidth_key(op: Op) -> str:
     if op.kind == "copy" and op.item_bytes == 4 and op.written_bytes >= 2 * op.read_bytes > 0:
         return "mixed"
     if op.kind == "elementwise" and op.read_bytes > op.written_bytes and op.read_bytes % op.written_bytes:
+        if op.item_bytes == 2 and op.name in ("add", "mul"):
+            return "broadcast_half"
         return "mask" if op.name == "add" and op.item_bytes == 4 else "broadcast"
     return op.kind if op.kind in table()["bandwidth"] else "elementwise"
 

@@ -1,6 +1,6 @@
 """Memory of ZeRO-0, 1 and 2, DeepSpeed 0.19.8; functions in parentheses.
 
-Stage 0 in bf16 and fp16 is fp16/unfused_optimizer.py: FP16_UnfusedOptimizer; in fp32 torch's optimizer alone.
+Stage 0 in bf16 is fp16/unfused_optimizer.py, with `step_in_parts`; in fp32 torch's optimizer alone.
 Stages 1 and 2 are runtime/zero/stage_1_and_2.py.
 """
 
@@ -13,7 +13,7 @@ from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, cut, fill, pinned
 from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.recorded import PASSES, enter_pool
+from shardwise.simulate.memory.recorded import PASSES, enter_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, FP64, ITEM_BYTES, StepTrace
 from shardwise.strategy import Strategy
 
@@ -84,10 +84,12 @@ REDUCED_AT_ONCE = 500_000_000
 
 
 class Zero0Memory(EngineMemory):
-    """Weights, masters, moments and both formats of the gradients, parameter by parameter."""
+    """Weights, masters, moments and gradients, parameter by parameter; some gradients in fp32, too."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         self._trace = trace
+        self._recorded = policy.records_passes(trace, strategy)
+        self.sums_stay = self._recorded and sums_stay(trace, strategy)
         self._masters, self._optimizer = strategy.precision != "fp32", strategy.optimizer
         self._numel = [trace.parameters[index].numel for index in trace.trainable]
         self._gradients: dict[int, Block] = {}
@@ -111,9 +113,15 @@ class Zero0Memory(EngineMemory):
         high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
         self._take_states(memory)
         memory.give(*low, *high)
+        for size in sizes if self.sums_stay else ():
+            memory.take(GRADIENTS, size)
+
+    def begin(self, memory: GpuMemory, micro_batch: int, *, last: bool) -> None:
+        if self._recorded:
+            enter_pool(memory, self._trace)
 
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
-        if parameter in self._gradients:
+        if self.sums_stay or parameter in self._gradients:
             memory.give(block)
         else:
             self._gradients[parameter] = memory.move(block, GRADIENTS)
@@ -131,13 +139,10 @@ class Zero0Memory(EngineMemory):
         _reduce(memory, together)
 
     def step(self, memory: GpuMemory) -> None:
-        high: list[Block] = []
-        if self._masters:
-            for numel in self._numel:  # each gradient in fp32, for its norm (utils.py: get_weight_norm)
-                memory.scratch(OPTIMIZER, FP32 * numel)
-            high = [memory.take(GRADIENTS, FP32 * numel) for numel in self._numel]
+        for part in policy.stepped_together(self._numel) if self._masters else ():
+            memory.give(*[memory.take(GRADIENTS, FP32 * numel) for numel in part])
         self._take_states(memory)
-        memory.give(*high, *self._gradients.values())
+        memory.give(*self._gradients.values())
         self._gradients.clear()
 
     def _take_states(self, memory: GpuMemory) -> None:
@@ -178,6 +183,7 @@ class Zero12Memory(EngineMemory):
         self._last = True
         self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
         self._recorded = self.sums_stay = policy.records_passes(trace, strategy)
+        self._adds = self._recorded and strategy.stage == 1 and strategy.accumulation > 1  # to what stays
         self._stream = REDUCTION if strategy.overlap_comm else PASSES if self._recorded else 0
         self._buffers: list[Block] = []
         self._bucket = policy.Bucket(trace, strategy)
@@ -213,6 +219,8 @@ class Zero12Memory(EngineMemory):
         if self._recorded:  # runtime/recorded.py
             if self._strategy.optimizer == "adamw":
                 self._make_states(memory)
+            for numel in self._numel.values() if self._adds else ():
+                memory.take(GRADIENTS, self._item * numel)
             if self._fp32_sum:  # what graphs add to stays
                 self._sum = memory.take(GRADIENTS, FP32 * flat.partition)
 
@@ -234,16 +242,17 @@ class Zero12Memory(EngineMemory):
         if self._recorded:
             enter_pool(memory, self._trace, (REDUCTION,))
 
-    def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
+    def gradient(self, memory: GpuMemory, parameter: int, block: Block | None) -> None:
         if not self._buffers:  # with overlap two: one fills up while the other is reduced (setup_buckets)
             size, count = self._item * self._bucket.size, 1 + self._strategy.overlap_comm
             self._buffers = [memory.take_in_pass(BUFFERS, size) for _ in range(count)]
         before = self._unreduced.pop(parameter, None)
-        if before is not None:  # autograd adds to it
+        if before is not None or self._adds:  # autograd adds to it
             memory.give(block)
             block = before
         if not policy.reduces(self._strategy, last=self._last):
-            self._unreduced[parameter] = memory.move(block, GRADIENTS)
+            if block is not None:
+                self._unreduced[parameter] = memory.move(block, GRADIENTS)
             return
         numel = self._numel[parameter]
         if self._bucket.is_full_for(numel):

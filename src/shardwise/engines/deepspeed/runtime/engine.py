@@ -26,8 +26,7 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.policy import decides_on_gpu, records, records_hooks, steps_on_gpu
-from shardwise.engines.deepspeed.runtime.adapters import AdapterPasses
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records, steps_on_gpu
 from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
     DEEPSPEED,
@@ -39,9 +38,9 @@ from shardwise.engines.deepspeed.runtime.patches import (
     use_joint_norms,
     without_reducing,
 )
-from shardwise.engines.deepspeed.runtime.recorded import HookedPasses, Zero3Order, Zero12Order
+from shardwise.engines.deepspeed.runtime.recorded import Passes, passes_of
 from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
-from shardwise.engines.deepspeed.runtime.step import StepOnGpu
+from shardwise.engines.deepspeed.runtime.step import StepOnGpu, step_in_parts
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.deepspeed.runtime.zero3 import (
     gather_in_place,
@@ -157,25 +156,14 @@ class DeepSpeedEngine:
     def _recorded(self) -> RecordedPasses | None:
         return None if self._graphs is None else self._graphs.recorded
 
-    def _recorded_passes(self, module: nn.Module) -> AdapterPasses | HookedPasses | None:
-        strategy, device = self._strategy, self.world.device
-        objective = recordable(module, strategy, device)
-        if objective is None:
-            return None
-        apart = [*self._fp32.trainable.values()]
-        if self._frozen and records(strategy) and not apart:
-            return AdapterPasses(objective, self._engine, device, before_hooks=self._reduced)
-        if not records_hooks(strategy) or not supported(DEEPSPEED):
+    def _recorded_passes(self, module: nn.Module) -> Passes | None:
+        objective = recordable(module, self._strategy, self.world.device)
+        if objective is None or not records(self._strategy) or not supported(DEEPSPEED):
             return None
         if self._named is not None:
             self._named.make()
-        optimizer, sums = self._optimizer, strategy.accumulation > 1
-        order: Zero12Order | Zero3Order = (
-            Zero12Order(optimizer)
-            if strategy.stage < 3
-            else Zero3Order(optimizer, [*module.parameters()], self._released, sums=sums)
-        )
-        return HookedPasses(self._engine, optimizer, objective, apart, order, stage=strategy.stage)
+        apart = [*self._fp32.trainable.values()]
+        return passes_of(self._engine, self._strategy, objective, apart, self._released)
 
     def _before_step(self) -> None:
         """Wait for the memory of gradients and buckets, which the step takes, as without StepOnGpu.
@@ -199,6 +187,8 @@ class DeepSpeedEngine:
         from deepspeed.accelerator import get_accelerator
 
         strategy, cuda = self._strategy, self.world.device.type == "cuda"
+        if strategy.stage == 0 and strategy.precision == "bf16" and supported(DEEPSPEED):
+            step_in_parts(self._optimizer)
         if 0 < strategy.stage < 3:
             keep_views(self._optimizer)
         if strategy.stage > 0 and steps_on_gpu(strategy):
@@ -251,15 +241,14 @@ class DeepSpeedEngine:
         micro_batches: Sequence[MicroBatch],
         target_tokens: int,
         *,
-        recorded: AdapterPasses | HookedPasses | None,
+        recorded: Passes | None,
     ) -> torch.Tensor:
         loss_sum, factor = self._scalar(0.0), self.world.data_size / target_tokens
+        if recorded is not None:
+            return recorded.run(micro_batches, self._scalar(factor))
         for index, micro_batch in enumerate(micro_batches):
-            if recorded is None:
-                loss = self._engine(micro_batch)
-                self._engine.backward(loss * factor, scale_wrt_gas=False)
-            else:
-                loss = recorded.run(micro_batch, self._scalar(factor))
+            loss = self._engine(micro_batch)
+            self._engine.backward(loss * factor, scale_wrt_gas=False)
             loss_sum += loss.detach()
             if index < len(micro_batches) - 1:
                 self._engine.step()  # counts the micro-batch; the weights change at the last one only

@@ -14,7 +14,7 @@ from shardwise.patch import Library, check, patch, supported
 DEEPSPEED = Library(
     name="deepspeed",
     versions=">=0.19.8,<0.20",
-    lost="Steps of ZeRO-1, 2 and 3 take longer, and ZeRO-3 reserves more GPU memory than planned.",
+    lost="Steps of ZeRO take longer, and ZeRO-3 reserves more GPU memory than planned.",
 )
 
 READ = {
@@ -23,6 +23,8 @@ READ = {
     "DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
     "DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",
     "DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue": "26ceef6d75b34b97",
+    "DeepSpeedZeroOptimizer.reduce_gradients": "385b8e94b1d3cee7",
+    "DeepSpeedZeroOptimizer.reduce_ready_partitions_and_remove_grads": "46ef5f92c1b87d6f",
     "DeepSpeedZeroOptimizer.scaled_global_norm": "63c6a6fe100c4e49",
     "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "DeepSpeedZeroOptimizer.unscale_and_clip_grads": "6bf2ce6f97eafcc2",
@@ -38,7 +40,7 @@ READ = {
     "DeepSpeedZeroOptimizer_Stage3.partition_grads": "93119b25314ec6d3",
     "DeepSpeedZeroOptimizer_Stage3.step": "c751b3209f83d3b9",
     "DeepSpeedZeroOptimizer_Stage3.unscale_and_clip_grads": "3f0d9e8e7861fd44",
-    "CheckOverflow.check": "357a6df530f97581",
+    "FP16_UnfusedOptimizer._skip_invalid_grad_norm": "4d93702baa0d43b5",
     "FP16_UnfusedOptimizer.step": "626bd9aa8af843e9",
     "FP16_UnfusedOptimizer.unscale_and_clip_grads": "748792c7d1075f9d",
     "Init._all_gather": "24e484914416ddf7",
@@ -48,6 +50,7 @@ READ = {
     "PartitionedParameterCoordinator.release_and_reset_all": "dba16cef435ceb5e",
     "PartitionedParameterCoordinator.release_sub_module": "c3e9bb9e6ae99872",
     "deepspeed.comm.torch.build_shm_op": "2bf3cff9e3d1f058",
+    "deepspeed.runtime.fp16.unfused_optimizer.is_invalid_grad_norm": "6afd483e2c88e25e",
     "deepspeed.runtime.zero.partition_parameters.free_param": "96cebaaa66079050",
     "deepspeed.runtime.zero.partition_parameters.zero3_linear_wrap": "31b69b43331878c7",
     "deepspeed.runtime.zero.partitioned_param_coordinator.get_all_parameters": "859e0b924ea8fbbc",
@@ -206,20 +209,9 @@ def join_norm(optimizer: Any, stage: int, further: Callable[[], torch.Tensor]) -
         replace(
             optimizer, "scaled_global_norm", lambda *args, **kwargs: hypot(norm(*args, **kwargs), further())
         )
-    else:  # its `step` has found its own norm finite before it clips
-        check_own = rely_on(optimizer.overflow_checker, "check")
-        clip = rely_on(optimizer, "unscale_and_clip_grads")
-
-        def clip_by_both(own: Any, *args: Any, **kwargs: Any) -> Any:
-            optimizer._global_grad_norm = hypot(own, further())
-            return clip(optimizer._global_grad_norm, *args, **kwargs)
-
-        replace(
-            optimizer.overflow_checker,
-            "check",
-            lambda *args: check_own(*args) or not bool(further().isfinite()),
-        )
-        replace(optimizer, "unscale_and_clip_grads", clip_by_both)
+    else:
+        own = optimizer.scaled_global_norm  # step.py: step_in_parts
+        optimizer.scaled_global_norm = lambda: hypot(own(), further())
 
 
 def hypot(norm: Any, further: torch.Tensor) -> torch.Tensor:

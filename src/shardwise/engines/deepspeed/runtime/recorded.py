@@ -1,7 +1,7 @@
-"""Recorded passes under ZeRO-1, 2 and 3: DeepSpeed's hooks run while a graph is recorded (decision 0105).
+"""Recorded passes under ZeRO: DeepSpeed's hooks run while a graph is recorded (decisions 0105 and 0106).
 
 A replay repeats what they put on the streams, collectives included, and calls no Python. What DeepSpeed knows
-after a backward pass, the gradients that its step takes, is kept with each graph.
+after a backward pass, the gradients that its step takes, is kept with each graph. ZeRO-0 has no hooks.
 """
 
 from collections import deque
@@ -14,9 +14,12 @@ import torch
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
 from shardwise.engines.deepspeed.runtime.zero3 import HOME, Released, release_gathered
-from shardwise.engines.runtime.recorded import RecordedPasses
+from shardwise.engines.runtime.parameters import trainable
+from shardwise.engines.runtime.recorded import Kind, RecordedPasses, zero
 from shardwise.objective import Objective
 from shardwise.patch import patch
+from shardwise.simulate.memory.recorded import gradients_stay
+from shardwise.strategy import Strategy
 
 _EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
 _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
@@ -162,8 +165,35 @@ class Zero3Order:
         return targets
 
 
+class PlainPasses:
+    """Passes of ZeRO-0, which leave gradients of all parameters. These are reduced when all are over."""
+
+    def __init__(
+        self,
+        engine: Any,
+        objective: Objective,
+        weights: Sequence[torch.Tensor],
+        device: torch.device,
+        *,
+        stay: bool,
+    ) -> None:
+        """`stay`: gradients are allocated once."""
+        self._engine = engine
+        sums = [torch.zeros_like(one) for one in weights if stay]
+        separates = objective.separates(device)
+        self.recorded = RecordedPasses(objective, weights, device, sums, separates=separates)
+
+    def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses, fp32 scalar; DeepSpeed has the gradients of `factor` times it."""
+        total = self.recorded.run(micro_batches, factor)
+        for _ in micro_batches[1:]:
+            self._engine.step()  # counts a micro-batch
+        self._engine.allreduce_gradients()
+        return total
+
+
 class HookedPasses:
-    """Passes of a micro-batch that end with DeepSpeed's own backward pass."""
+    """Passes that end with DeepSpeed's own backward pass."""
 
     def __init__(
         self,
@@ -177,11 +207,15 @@ class HookedPasses:
     ) -> None:
         """`apart`: trained parameters that DeepSpeed does not see; their gradients are allocated once."""
         self._engine = engine
-        self.recorded = _Recorded(engine, optimizer, objective, apart, order)
-        self._sums = self.recorded.gradients.copy()  # What all graphs add to
+        several = engine.gradient_accumulation_steps() > 1
+        weights = [one for group in optimizer.bit16_groups for one in group] if stage == 1 and several else []
+        if weights and optimizer.overlap_comm:
+            reduce_all(optimizer)
+        self.recorded = _Recorded(engine, optimizer, objective, apart, order, weights)
+        self._sums = [*self.recorded.gradients, *self.recorded.unreduced]  # What all graphs add to
         if stage < 3:
             self._sums += self._partitions(optimizer)
-        elif engine.gradient_accumulation_steps() > 1:
+        elif several:
             self._sums.append(optimizer.grad_partitions_flat_buffer)
 
     def _partitions(self, optimizer: Any) -> list[torch.Tensor]:
@@ -191,22 +225,80 @@ class HookedPasses:
             self.recorded.kept[index] = optimizer._build_compact_grad_partition_buffer(index)
         return [group.flat_partition for group in self.recorded.kept.values()]
 
-    def run(self, micro_batch: MicroBatch, factor: torch.Tensor) -> torch.Tensor:
-        """The loss, fp32 scalar; DeepSpeed has taken the gradients of `factor` times it."""
-        if self._engine.micro_steps % self._engine.gradient_accumulation_steps() == 0:
-            if self._sums:
-                torch._foreach_zero_(self._sums)
-            self.recorded.leave(self.recorded.kept)
-        return self.recorded.run([micro_batch], factor)
+    def run(self, micro_batches: Sequence[MicroBatch], factor: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses, fp32 scalar; DeepSpeed has taken the gradients of `factor` times it."""
+        zero(self._sums)
+        self.recorded.leave(self.recorded.kept)
+        total = torch.zeros_like(factor)
+        for index, micro_batch in enumerate(micro_batches):
+            if index:
+                self._engine.step()  # counts the one before
+            total += self.recorded.run([micro_batch], factor)
+        return total
+
+
+def reduce_all(optimizer: Any) -> None:
+    """Have ZeRO-1 reduce what a step's last backward pass did not reach, such as experts without a token.
+
+    With `overlap_comm` only hooks reduce, and a weight that is not reached calls none.
+    """
+    reduce = rely_on(optimizer, "reduce_gradients")
+    add = rely_on(optimizer, "reduce_ready_partitions_and_remove_grads")
+
+    def reduce_gradients(*args: Any, **kwargs: Any) -> None:
+        waiting = {number for bucket in optimizer.ipg_buckets.values() for *_, number in bucket.params}
+        for index, group in enumerate(optimizer.bit16_groups):
+            for weight in group:
+                number = optimizer.get_param_id(weight)
+                if not optimizer.params_already_reduced[number] and number not in waiting:
+                    add(weight, index)
+        reduce(*args, **kwargs)
+
+    replace(optimizer, "reduce_gradients", reduce_gradients)
+
+
+Passes = PlainPasses | HookedPasses
+
+
+def passes_of(
+    engine: Any,
+    strategy: Strategy,
+    objective: Objective,
+    apart: Sequence[torch.Tensor],
+    released: Released | None,
+) -> Passes:
+    """The recorded passes of DeepSpeed's engine.
+
+    `apart`: trained parameters that DeepSpeed does not see. `released`: what ZeRO-3 has released.
+    """
+    optimizer, several = engine.optimizer, strategy.accumulation > 1
+    if strategy.stage == 0:
+        weights = [*trainable(objective).values(), *apart]
+        frozen = any(not weight.requires_grad for weight in objective.parameters())
+        stay = gradients_stay(strategy, adapters=frozen)
+        return PlainPasses(engine, objective, weights, weights[0].device, stay=stay)
+    if released is None:
+        order: Zero12Order | Zero3Order = Zero12Order(optimizer)
+    else:
+        order = Zero3Order(optimizer, [*objective.parameters()], released, sums=several)
+    return HookedPasses(engine, optimizer, objective, apart, order, stage=strategy.stage)
 
 
 class _Recorded(RecordedPasses):
     def __init__(
-        self, engine: Any, optimizer: Any, objective: Objective, apart: Sequence[torch.Tensor], order: Any
+        self,
+        engine: Any,
+        optimizer: Any,
+        objective: Objective,
+        apart: Sequence[torch.Tensor],
+        order: Any,
+        weights: Sequence[torch.Tensor],
     ) -> None:
+        """`weights`: what ZeRO-1 adds gradients up of, before it reduces them in the last micro-batch."""
         device = torch.device(optimizer.device)
         super().__init__(objective, (), device, separates=objective.separates(device))
         self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
+        self._weights, self.unreduced = weights, [torch.zeros_like(one) for one in weights]
         self.gradients = [torch.zeros_like(one) for one in apart]
         self.kept: dict[int, Any] = {}
         """This rank's gradients under ZeRO-1 and 2, by group of parameters. ZeRO-3 has its own."""
@@ -224,6 +316,10 @@ class _Recorded(RecordedPasses):
         torch.cuda.synchronize()  # what other streams have used is free then
         super().settle()
 
+    def kind(self, batch: MicroBatch) -> Kind:
+        last = bool(self._weights) and self._engine.is_gradient_accumulation_boundary()
+        return *super().kind(batch), last
+
     def one(self, batch: MicroBatch) -> torch.Tensor:
         if self._order.ready():
             return super().one(batch)
@@ -232,6 +328,8 @@ class _Recorded(RecordedPasses):
             return self.passes(batch)
 
     def passes(self, batch: MicroBatch) -> torch.Tensor:
+        for weight, gradient in zip(self._weights, self.unreduced, strict=True):
+            weight.grad = gradient.detach()  # DeepSpeed has this tensor, not the other, refer to a bucket
         with torch.autograd.set_multithreading_enabled(False):
             self._order.begin()
             loss = self._engine(batch)

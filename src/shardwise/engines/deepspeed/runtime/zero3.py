@@ -43,7 +43,9 @@ def _linear(
     autocast: some 30 us of the host's time (benchmarks/deepspeed_host/linear.py). Only custom code needs it.
     """
     kind: type[torch.autograd.Function] = _Linear
-    if torch.is_autocast_enabled(input.device.type):
+    if not input.is_meta and torch.is_autocast_enabled(
+        input.device.type
+    ):  # which torch 2.11 does not know of
         from deepspeed.runtime.zero import linear
 
         kind = linear.LinearFunctionForZeroStage3
