@@ -177,16 +177,8 @@ class UsualPasses:
 class HookedUsual(recorded._Recorded):
     """The same of passes with DeepSpeed's hooks."""
 
-    def __init__(
-        self,
-        engine: Any,
-        optimizer: Any,
-        _: Any,
-        apart: Sequence[torch.Tensor],
-        order: Any,
-        weights: Sequence[torch.Tensor],
-    ) -> None:
-        self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
+    def __init__(self, engine: Any, _: Any, apart: Sequence[torch.Tensor], order: Any, weights: Any) -> None:
+        self._engine, self._optimizer, self._order, self._apart = engine, engine.optimizer, order, apart
         self.gradients, self.kept = [torch.zeros_like(one) for one in apart], {}
         self._weights, self.unreduced = weights, [torch.zeros_like(one) for one in weights]
 

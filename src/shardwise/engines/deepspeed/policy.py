@@ -144,6 +144,11 @@ def reduces(strategy: Strategy, *, last: bool) -> bool:
     return strategy.stage >= 2 or last
 
 
+def adds_up(strategy: Strategy) -> bool:
+    """Whether gradients are added up unreduced; where passes are recorded, in memory that stays."""
+    return strategy.stage == 1 and strategy.accumulation > 1
+
+
 class Bucket:
     """Gradients that are reduced together, `reduce_bucket_size` elements at most, or one that is larger.
 

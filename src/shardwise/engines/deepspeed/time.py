@@ -185,17 +185,12 @@ class _Buckets(_Zero):
 class Zero12(_Buckets):
     """Stages 1 and 2: every rank has all weights."""
 
-    @property
-    def adds(self) -> bool:
-        """Whether stage 1 adds gradients up in memory that stays."""
-        return self.own_pool and self.strategy.accumulation > 1
-
     def micro_batch(self, *, first: bool, last: bool) -> None:
         reduces = policy.reduces(self.strategy, last=last)
         for segment in self.segments:
             hooks = len(segment.gradients)
             self.run(segment, issue=self._hook_seconds(segment, "zero_hook"))
-            if self.strategy.stage == 1 and hooks and (not first or self.adds):
+            if policy.adds_up(self.strategy) and hooks and (not first or self.own_pool):
                 self.streams.move(added(self.item, self.item) * segment.learned, kernels=hooks)
             if reduces:
                 self.collect(segment, first=first, last=last)
@@ -217,11 +212,13 @@ class Zero12(_Buckets):
         copies = (3 if self.ranks > 1 else 1) - self.sums
         moved = copied(self.item) * elements + copies * copied(self.item) * own
         moved += 2 * self.recast(elements)  # and back (allreduce_bucket)
-        summed = self.sums or (self.strategy.accumulation > 1 and self.strategy.stage == 2)
-        # converted, then added (_add_to_grad_partition_buffer)
-        in_fp32 = converted(self.item, FP32) * own if summed and self.mixed else 0.0
-        moved += added(FP32, FP32) * own if summed else 0.0
-        seconds = streams.moving(moved, "foreach_copy") + streams.moving(in_fp32, "mixed", summed)
+        in_fp32 = 0.0
+        if self.sums or (self.strategy.accumulation > 1 and self.strategy.stage == 2):
+            # converted, then added (_add_to_grad_partition_buffer)
+            in_fp32 = converted(self.item, FP32) * own if self.mixed else 0.0
+            moved += added(FP32, FP32) * own
+        seconds = streams.moving(moved, "foreach_copy")
+        seconds += streams.moving(in_fp32, "mixed") if in_fp32 else 0.0
         moved += in_fp32
         seconds += communication.all_reduce(self.summed * elements, self.group)
         moved += collective(self.summed, elements, ranks=self.ranks)

@@ -183,7 +183,7 @@ class Zero12Memory(EngineMemory):
         self._last = True
         self._unreduced: dict[int, Block] = {}  # gradients that stage 1 adds up before it reduces them
         self._recorded = self.sums_stay = policy.records_passes(trace, strategy)
-        self._adds = self._recorded and strategy.stage == 1 and strategy.accumulation > 1  # to what stays
+        self._adds = self._recorded and policy.adds_up(strategy)  # to what stays
         self._stream = REDUCTION if strategy.overlap_comm else PASSES if self._recorded else 0
         self._buffers: list[Block] = []
         self._bucket = policy.Bucket(trace, strategy)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.data.batch import MicroBatch
+from shardwise.engines.deepspeed.policy import adds_up
 from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
 from shardwise.engines.deepspeed.runtime.zero3 import HOME, Released, release_gathered
 from shardwise.engines.runtime.parameters import trainable
@@ -169,16 +170,10 @@ class PlainPasses:
     """Passes of ZeRO-0, which leave gradients of all parameters. These are reduced when all are over."""
 
     def __init__(
-        self,
-        engine: Any,
-        objective: Objective,
-        weights: Sequence[torch.Tensor],
-        device: torch.device,
-        *,
-        stay: bool,
+        self, engine: Any, objective: Objective, weights: Sequence[torch.Tensor], *, stay: bool
     ) -> None:
         """`stay`: gradients are allocated once."""
-        self._engine = engine
+        self._engine, device = engine, weights[0].device
         sums = [torch.zeros_like(one) for one in weights if stay]
         separates = objective.separates(device)
         self.recorded = RecordedPasses(objective, weights, device, sums, separates=separates)
@@ -198,24 +193,21 @@ class HookedPasses:
     def __init__(
         self,
         engine: Any,
-        optimizer: Any,
+        strategy: Strategy,
         objective: Objective,
         apart: Sequence[torch.Tensor],
         order: Zero12Order | Zero3Order,
-        *,
-        stage: int,
     ) -> None:
         """`apart`: trained parameters that DeepSpeed does not see; their gradients are allocated once."""
-        self._engine = engine
-        several = engine.gradient_accumulation_steps() > 1
-        weights = [one for group in optimizer.bit16_groups for one in group] if stage == 1 and several else []
+        self._engine, optimizer = engine, engine.optimizer
+        weights = [one for group in optimizer.bit16_groups for one in group] if adds_up(strategy) else []
         if weights and optimizer.overlap_comm:
             reduce_all(optimizer)
-        self.recorded = _Recorded(engine, optimizer, objective, apart, order, weights)
+        self.recorded = _Recorded(engine, objective, apart, order, weights)
         self._sums = [*self.recorded.gradients, *self.recorded.unreduced]  # What all graphs add to
-        if stage < 3:
+        if strategy.stage < 3:
             self._sums += self._partitions(optimizer)
-        elif several:
+        elif strategy.accumulation > 1:
             self._sums.append(optimizer.grad_partitions_flat_buffer)
 
     def _partitions(self, optimizer: Any) -> list[torch.Tensor]:
@@ -271,33 +263,27 @@ def passes_of(
 
     `apart`: trained parameters that DeepSpeed does not see. `released`: what ZeRO-3 has released.
     """
-    optimizer, several = engine.optimizer, strategy.accumulation > 1
     if strategy.stage == 0:
         weights = [*trainable(objective).values(), *apart]
         frozen = any(not weight.requires_grad for weight in objective.parameters())
         stay = gradients_stay(strategy, adapters=frozen)
-        return PlainPasses(engine, objective, weights, weights[0].device, stay=stay)
+        return PlainPasses(engine, objective, weights, stay=stay)
     if released is None:
-        order: Zero12Order | Zero3Order = Zero12Order(optimizer)
+        order: Zero12Order | Zero3Order = Zero12Order(engine.optimizer)
     else:
-        order = Zero3Order(optimizer, [*objective.parameters()], released, sums=several)
-    return HookedPasses(engine, optimizer, objective, apart, order, stage=strategy.stage)
+        parameters, sums = [*objective.parameters()], strategy.accumulation > 1
+        order = Zero3Order(engine.optimizer, parameters, released, sums=sums)
+    return HookedPasses(engine, strategy, objective, apart, order)
 
 
 class _Recorded(RecordedPasses):
     def __init__(
-        self,
-        engine: Any,
-        optimizer: Any,
-        objective: Objective,
-        apart: Sequence[torch.Tensor],
-        order: Any,
-        weights: Sequence[torch.Tensor],
+        self, engine: Any, objective: Objective, apart: Sequence[torch.Tensor], order: Any, weights: Any
     ) -> None:
         """`weights`: what ZeRO-1 adds gradients up of, before it reduces them in the last micro-batch."""
-        device = torch.device(optimizer.device)
+        device = torch.device(engine.optimizer.device)
         super().__init__(objective, (), device, separates=objective.separates(device))
-        self._engine, self._optimizer, self._order, self._apart = engine, optimizer, order, apart
+        self._engine, self._optimizer, self._order, self._apart = engine, engine.optimizer, order, apart
         self._weights, self.unreduced = weights, [torch.zeros_like(one) for one in weights]
         self.gradients = [torch.zeros_like(one) for one in apart]
         self.kept: dict[int, Any] = {}

@@ -43,9 +43,8 @@ def _linear(
     autocast: some 30 us of the host's time (benchmarks/deepspeed_host/linear.py). Only custom code needs it.
     """
     kind: type[torch.autograd.Function] = _Linear
-    if not input.is_meta and torch.is_autocast_enabled(
-        input.device.type
-    ):  # which torch 2.11 does not know of
+    # torch 2.11 refuses the question for meta tensors, those of a trace
+    if not input.is_meta and torch.is_autocast_enabled(input.device.type):
         from deepspeed.runtime.zero import linear
 
         kind = linear.LinearFunctionForZeroStage3
