@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from shardwise.data.batch import MicroBatch, StepBatch
+from shardwise.engines import descriptor
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.errors import ShardwiseError
 from shardwise.strategy import Strategy
@@ -116,6 +117,70 @@ def mamba(folder: Path, world: World) -> dict[str, Any]:
             }
             if precision == "bf16" and kind == "full":
                 results[f"{name}/{precision}/full"]["resumed"] = resumes(engine, strategy, folder / name)
+    return results
+
+
+class Weighted(torch.nn.Module):
+    """Every weight's gradient is the micro-batch's first token. Their number is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = torch.nn.Linear(33, 31, bias=False, device="meta", dtype=torch.bfloat16)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        weight = float(batch.input_ids[0, 0])
+        return self.block(torch.ones(1, 33, dtype=torch.bfloat16)).float().sum() * weight
+
+
+def sums(folder: Path, world: World) -> dict[str, Any]:
+    """What 512 and 63 ones add up to, and what the engine's descriptor says. In bf16 512 + 1 is 512."""
+    in_groups = {"fsdp2-hsdp2-bf16": replace(GROUPS["fsdp2-hsdp2"], reduce_dtype="bf16")}
+    results: dict[str, Any] = {}
+    for name, bare in (engines(world) | (in_groups if world.size == 4 else {})).items():
+        strategy = replace(bare, data_parallel=world.size, accumulation=64, clip_norm=0.0)
+        module = Weighted()
+        engine = w.build_engine(strategy, module, [module.block], w.make_fill(module), w.OPTIMIZER, world)
+        tokens = torch.ones(64, 1, dtype=torch.long)
+        tokens[0] = 512
+        step = engine.step(
+            [w.micro_batch(row[None], row[None]) for row in tokens], target_tokens=64, learning_rate=1e-3
+        )
+        total = float(step.grad_norm) * 64 / (world.size * math.sqrt(33 * 31))
+        results[name] = {"total": total, "said": descriptor(strategy).sums_in_bf16(strategy, lora=False)}
+    return results
+
+
+def masks(folder: Path, world: World) -> dict[str, Any]:
+    """How far engines are from float64 where the rows of one rank alone need a mask."""
+    model = partial(w.decoder, kind="qwen2", hidden_size=48, head_dim=12)  # no variable-length kernel has 12
+    whole, halves = w.rows(0), []
+    for part in w.rows(1), w.rows(2):
+        halves.append(w.micro_batch(part.input_ids[:2, :8], part.labels[:2, :8]))
+    tokens, labels = (torch.cat([getattr(half, n) for half in halves], 1) for n in ("input_ids", "labels"))
+    two = replace(
+        w.micro_batch(tokens, labels),
+        position_ids=torch.arange(8).repeat(2, 2),
+        cu_seqlens=torch.arange(0, 40, 8, dtype=torch.int32),
+        max_seqlen=8,
+    )
+    one = replace(w.micro_batch(whole.input_ids[:2], whole.labels[:2]), single_segment_rows=2)
+    batches, target_tokens = [one, two], w.targets(one) + w.targets(two)
+
+    exact, _ = model(torch.float64)
+    w.make_fill(exact)(exact, torch.device("cpu"))
+    loss = sum(exact(batch) for batch in (one, *halves)) / target_tokens
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in exact.parameters()])
+    results: dict[str, Any] = {"packing": exact.packing}
+    for name in ("zero3", "zero3-noreshard", "zero2", "fsdp2"):
+        strategy = replace(w.fitted(engines(world)[name], world), micro_batch=2, precision="fp32")
+        engine = w.engine_for(strategy, world, model=model)
+        step = engine.step([batches[world.rank]], target_tokens=target_tokens, learning_rate=0.0)
+        again = engine.step([batches[1 - world.rank]], target_tokens=target_tokens, learning_rate=0.0)
+        results[name] = [
+            [worst([found.loss.item()], [loss.item()]), worst([float(found.grad_norm)], [norm.item()])]
+            for found in (step, again)
+        ]
     return results
 
 
@@ -458,6 +523,8 @@ SCENARIOS = {
     "resume": resume,
     "not_finite": not_finite,
     "mamba": mamba,
+    "masks": masks,
+    "sums": sums,
     "tensor_parallel": tensor_parallel,
     "tensor_parallel_checks": tensor_parallel_checks,
     "quantization": quantization,

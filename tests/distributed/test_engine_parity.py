@@ -23,6 +23,23 @@ def test_losses_norms_and_weights_are_those_of_float64(tmp_path, processes: int,
         assert found["skipped"] == [0.0] * 3, name
 
 
+@pytest.mark.parametrize(("processes", "in_bf16"), [(1, 2), (2, 3), (4, 1)])
+def test_a_descriptor_says_what_adds_micro_batches_up_in_bf16(tmp_path, processes: int, in_bf16: int) -> None:
+    results = run_in_processes("sums", processes=processes, folder=tmp_path)
+    for name, found in results.items():
+        # sums over ranks may round to bf16, which has 8 bits
+        assert found["total"] == pytest.approx(512 if found["said"] else 575, rel=2**-8), name
+    assert sum(found["said"] for found in results.values()) == in_bf16
+
+
+def test_a_mask_that_one_rank_alone_needs_is_made_without_weights(tmp_path) -> None:
+    results = run_in_processes("masks", processes=2, folder=tmp_path)
+    assert results.pop("packing") == "mask"
+    assert len(results) == 4
+    for name, steps in results.items():
+        assert all(error < 1e-5 for errors in steps for error in errors), name
+
+
 def test_gradients_in_fewer_bits_change_the_loss_by_a_known_amount(tmp_path) -> None:
     """20 steps of a tiny Llama in fp32 on four processes (docs/sharding.md has these numbers)."""
     results = run_in_processes("lossy", processes=4, folder=tmp_path, timeout=590)

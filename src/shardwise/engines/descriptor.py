@@ -107,6 +107,10 @@ class EngineSpec:
         """Whether gradients are reduced in buckets of `Strategy.bucket` elements."""
         return False
 
+    def sums_in_bf16(self, strategy: Strategy, *, lora: bool) -> bool:
+        """Whether a step's micro-batches are added up in bf16, and not in fp32."""
+        return False
+
     def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
         make, apart = self.memories[strategy.stage], fp32_parameters(trace, strategy.precision)
         if self.keeps_fp32 or not apart:

@@ -51,6 +51,8 @@ class CausalLM(Objective):
             raise JobError(what, where="data.packing", fix="set data.packing: false")
         self.packing = chosen.packing
         self._attention = chosen
+        # Read in a pass, ZeRO-3 would gather the weight for this module: on ranks that need a mask alone.
+        self._dtype = model.get_input_embeddings().weight.dtype
         if chosen.packing == "varlen":
             route(model)
         if chosen.implementation not in (None, model.config._attn_implementation):
@@ -125,8 +127,7 @@ class CausalLM(Objective):
 
     def _masks(self, batch: MicroBatch) -> torch.Tensor | dict[str, torch.Tensor]:
         """The mask, or where some layers see a window only one for each kind of layer."""
-        dtype = self.model.get_input_embeddings().weight.dtype
-        mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, dtype)
+        mask = partial(attention.block_causal_mask, batch.input_ids.shape, batch.cu_seqlens, self._dtype)
         masks = {kind: mask(window) for kind, window in self._windows().items()}
         return masks.get("", masks)
 

@@ -62,7 +62,10 @@ def with_limits(plan: Plan, max_slowdown: float, fewer: Iterable[Plan] = ()) -> 
             plan, best = other, found
     chosen, *rest = rank(best, "energy", plan.hardware)
     power = _compared(chosen, default, plan, max_slowdown)
-    others, *why = reasons(chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin)
+    lora = plan.job.lora_rank is not None
+    others, *why = reasons(
+        chosen, rest, hardware=plan.hardware, objective="energy", margin=plan.margin, lora=lora
+    )
     slower = f"take at most {max_slowdown:.1%} more time a token than the fastest"
     gpus = plan.hardware.world_size
     on = "" if gpus == all_gpus else f", on {gpus} of {all_gpus} GPUs; what the others draw is not counted"

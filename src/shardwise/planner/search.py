@@ -100,7 +100,8 @@ def search(
     best = ranked[0] if ranked[0].fit != "no" else None
     rest = ranked if best is None else ranked[1:]
     if best is not None:
-        first, *why = reasons(best, rest, hardware=hardware, objective=objective, margin=margin)
+        lora = workload.lora_rank is not None
+        first, *why = reasons(best, rest, hardware=hardware, objective=objective, margin=margin, lora=lora)
         if {best.strategy.name} == {one.name for one in (*strategies, *(no.strategy for no in refused))}:
             first = first.replace(ONLY, f"the job names {best.strategy.name}")
         best = replace(best, why=(first, *why))

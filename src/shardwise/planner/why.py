@@ -9,9 +9,15 @@ from shardwise.hardware.hardware import Hardware
 from shardwise.planner.changes import binds, published
 from shardwise.planner.plan import Objective, Option, Plan, in_words
 from shardwise.simulate.prediction import Memory, Time
+from shardwise.strategy import Strategy
 from shardwise.units import duration, gib
 
 WORTH_SAYING = 0.02  # Smaller shares of a step, and smaller gains, are not mentioned
+
+BF16_SUM_ERROR = 1e-3
+"""Of the gradient's norm, by the square root of the number of micro-batches (benchmarks/accumulation)."""
+
+MUCH_OFF = 5e-3  # Half of what bf16 passes are off in the same measurement
 
 ONLY = "the only one that fits"
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
@@ -36,7 +42,13 @@ def terms(memory: Memory) -> dict[str, int]:
 
 
 def reasons(
-    chosen: Option, rest: Sequence[Option], *, hardware: Hardware, objective: Objective, margin: float
+    chosen: Option,
+    rest: Sequence[Option],
+    *,
+    hardware: Hardware,
+    objective: Objective,
+    margin: float,
+    lora: bool = False,
 ) -> tuple[str, ...]:
     """Why this one: compared with the next best, what it needs, what limits it."""
     return (
@@ -45,6 +57,7 @@ def reasons(
         *([_flushing(chosen.prediction.memory)] if chosen.prediction.memory.cache_flushes else []),
         _step(chosen, hardware),
         *_pace(chosen.prediction.time),
+        *_sums(chosen.strategy, lora=lora),
         *_checkpointing(chosen, rest),
         *_host(chosen, rest, hardware, margin, objective),
     )
@@ -244,6 +257,16 @@ def _pace(time: Time) -> Iterator[str]:
         yield (
             f"the host is busy for {_share(time.launch_seconds, time)} of the step: its processor sets "
             "the pace, and the time is less certain than that of a busy GPU"
+        )
+
+
+def _sums(strategy: Strategy, *, lora: bool) -> Iterator[str]:
+    """What adding micro-batches up in bf16 costs, where it is much."""
+    off = BF16_SUM_ERROR * strategy.accumulation**0.5
+    if off >= MUCH_OFF and descriptor(strategy).sums_in_bf16(strategy, lora=lora):
+        yield (
+            f"adds {strategy.accumulation} micro-batches up in bf16, not in fp32: the gradient is off by "
+            f"about {off:.1%} of its norm"
         )
 
 

@@ -181,8 +181,11 @@ class Toy:
 
     def plan(self, gpus: str, *names: str, **options: Any) -> Plan:
         """A plan of the named kinds of strategies, or of all."""
+        return self.search(gpus, self.strategies(gpus, *names), **options)
+
+    def search(self, gpus: str, strategies: list[Strategy], **options: Any) -> Plan:
         return search(
-            self.strategies(gpus, *names),
+            strategies,
             hardware=self.hardware(gpus),
             workload=WORKLOAD,
             trace_for=self.trace_for,

@@ -19,7 +19,6 @@ from shardwise.planner.search import (
     leanest,
     leanest_that_fits,
     rank,
-    search,
 )
 from shardwise.planner.why import reasons, shortcoming
 from shardwise.space.candidates import Refused
@@ -347,14 +346,7 @@ def test_a_change_is_not_looked_for_where_something_fits(toy) -> None:
 def told_of(toy, refused: list[Refused]) -> tuple[Problem, ...]:
     """What a plan says in which every strategy was refused."""
     with pytest.raises(JobError) as caught:
-        search(
-            [],
-            refused=refused,
-            hardware=toy.hardware("4xRTX4080"),
-            workload=None,
-            trace_for=toy.trace_for,
-            simulate=toy.simulate,
-        )
+        toy.search("4xRTX4080", [], refused=refused)
     return caught.value.problems
 
 
@@ -416,13 +408,8 @@ def test_a_step_of_too_many_micro_batches_is_refused_at_once(toy) -> None:
     strategies = toy.strategies("4xRTX4080", "zero2")
 
     def plan(accumulation: int):
-        return search(
-            [replace(strategies[0], micro_batch=1, accumulation=accumulation)],
-            hardware=toy.hardware("4xRTX4080"),
-            workload=None,
-            trace_for=toy.trace_for,
-            simulate=toy.simulate,
-        )
+        one = replace(strategies[0], micro_batch=1, accumulation=accumulation)
+        return toy.search("4xRTX4080", [one])
 
     with pytest.raises(JobError) as caught:
         plan(250_000)

@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.engines import parts_of
 from shardwise.errors import render
 from shardwise.hardware.parse import parse_hardware
+from shardwise.job.schema import StrategySpec
 from shardwise.planner.plan import Nearest, in_words
 from shardwise.planner.why import better_with_memory, does_not_fit, gain, reasons, shortcoming, terms
 from shardwise.simulate.time.step import slowest_links
+from shardwise.strategy import Strategy
 from shardwise.units import GIB
 
 
@@ -170,6 +173,40 @@ def test_a_step_that_the_host_sets_the_pace_of_says_so(toy) -> None:
     assert pace(0.49, 0.4) == pace(0.7, 0.71) == []
     (said,) = pace(0.7, 0.4)
     assert said.startswith("the host is busy for 70% of the step")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches", "percent"),
+    [
+        ("zero1", 24, None),
+        ("zero1", 25, "0.5%"),
+        ("zero0", 64, "0.8%"),
+        ({"engine": "deepspeed", "stage": 1, "offload_optimizer": "cpu"}, 64, "0.8%"),
+        ("zero2", 64, None),
+        ("zero3", 64, None),
+        ("ddp-zero1", 64, None),
+        ("single", 64, None),
+        ("ddp", 64, "0.8%"),
+        ("fsdp2", 64, None),
+        ({"engine": "fsdp2", "shard_group": 2, "reduce_dtype": "bf16"}, 64, "0.8%"),
+        ({"engine": "fsdp2", "shard_group": 2}, 64, None),
+        ({"engine": "fsdp2", "reduce_dtype": "bf16"}, 64, None),
+    ],
+)
+def test_sums_in_bf16_are_said_where_they_cost_half_a_percent(
+    toy, strategy: str | dict[str, object], micro_batches: int, percent: str | None
+) -> None:
+    option = toy.plan("4xRTX4080").chosen
+    spec = strategy if isinstance(strategy, str) else StrategySpec.model_validate(strategy)
+    parts = {"data_parallel": 4, "accumulation": micro_batches}
+    one = replace(option, strategy=Strategy(**parts_of(spec), **parts))
+    why = reasons(one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    said = [
+        sentence.split("about ")[1]
+        for sentence in why
+        if f"adds {micro_batches} micro-batches up" in sentence
+    ]
+    assert said == ([] if percent is None else [f"{percent} of its norm"])
 
 
 def test_a_fast_network_does_not_hold_up_a_slow_node(toy) -> None:

@@ -36,6 +36,11 @@ class Ddp(EngineSpec):
         ),
     )
 
+    def sums_in_bf16(self, strategy: Strategy, *, lora: bool) -> bool:
+        """DDP does, in its buckets. For adapters its buckets are used with PowerSGD alone."""
+        in_buckets = not lora or strategy.powersgd > 0
+        return in_buckets and strategy.precision == "bf16" and strategy.accumulation > 1
+
     def memory(self, trace: StepTrace, strategy: Strategy) -> EngineMemory:
         once = sums_once(trace, strategy)
         return AdapterMemory(trace, strategy) if once else super().memory(trace, strategy)

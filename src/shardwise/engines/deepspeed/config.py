@@ -122,7 +122,7 @@ def _zero(strategy: Strategy, bucket: int, largest_parameter: int) -> dict[str, 
         "reduce_bucket_size": bucket,
     }
     if strategy.stage < 3:
-        zero["allgather_bucket_size"] = bucket
+        zero["allgather_bucket_size"] = bucket + bucket % 2  # DeepSpeed takes even sizes only
     if strategy.offload_optimizer != "none":
         zero["offload_optimizer"] = _place(strategy.offload_optimizer, strategy.nvme_path)
     if strategy.stage == 3:

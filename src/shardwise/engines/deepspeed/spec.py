@@ -9,6 +9,7 @@ from shardwise.engines.deepspeed.config import (
     RELEASE_AT,
     accelerate_config,
     own_config,
+    sums_in_fp32,
     trainer_config,
 )
 from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
@@ -71,6 +72,9 @@ class DeepSpeed(EngineSpec):
 
     def has_buckets(self, stage: int) -> bool:
         return stage > 0
+
+    def sums_in_bf16(self, strategy: Strategy, *, lora: bool) -> bool:
+        return strategy.precision == "bf16" and strategy.accumulation > 1 and not sums_in_fp32(strategy)
 
     def outside_allocator_bytes(self, strategy: Strategy) -> int:
         """There is as much as NCCL takes on top with several GPUs, but not under ZeRO-3 with offloading.

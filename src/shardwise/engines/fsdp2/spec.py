@@ -53,6 +53,11 @@ class Fsdp2(EngineSpec):
     def shards(self, stage: int) -> Shards:
         return Shards(optimizer=True, gradients=True, parameters=True)
 
+    def sums_in_bf16(self, strategy: Strategy, *, lora: bool) -> bool:
+        """HSDP adds up what it has reduced within a group, in the format of that."""
+        sums = strategy.accumulation > 1 and strategy.shard_group > 0
+        return sums and strategy.reduced_in("fp32") == "bf16"
+
     def script_files(
         self, strategy: Strategy, optimizer: schema.Optimizer | None, trainable_parameters: int
     ) -> ScriptFiles:
