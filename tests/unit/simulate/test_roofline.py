@@ -54,6 +54,19 @@ def test_products_take_what_they_took_on_an_h200(product, shapes, microseconds: 
     assert mean * 1e6 == pytest.approx(microseconds, rel=0.1, abs=4.0)
 
 
+@pytest.mark.parametrize("tokens", [256, 8192])
+@pytest.mark.parametrize("width", [576, 4096])
+def test_a_rank_that_is_not_aligned_saves_no_time(product, tokens: int, width: int) -> None:
+    def seconds(rank: int) -> list[float]:
+        roofline = Roofline(H200, "bf16", sizes=(rank, width))
+        shapes = (tokens, rank, width), (tokens, width, rank), (rank, width, tokens)
+        return [roofline.seconds(product(*shape)) for shape in shapes]
+
+    for rank in range(8, 200):
+        aligned = seconds(rank // 8 * 8)
+        assert all(less <= more for less, more in zip(aligned, seconds(rank), strict=True)), rank
+
+
 def test_products_of_experts_take_what_they_took_on_an_h200(product) -> None:
     """Calls of at least 0.1 ms, which include their launch. Tokens are routed at random."""
     differences = []

@@ -88,10 +88,10 @@ class Roofline:
         elif op.name == "_grouped_mm":
             share = rules["grouped_share"] / (1 + rules["grouped_rows"] / op.shape[1])
             computing = op.flops / (self.half_flops * share)
-        elif any(size * op.item_bytes % ALIGNED_BYTES for size in self._sizes.intersection(op.shape[1:])):
-            computing = op.flops / (self.half_flops * rules["unaligned_share"])
         else:
             computing = self._tiled(op.shape, rules)
+            if any(size * op.item_bytes % ALIGNED_BYTES for size in self._sizes.intersection(op.shape[1:])):
+                computing = max(computing, op.flops / (self.half_flops * rules["unaligned_share"]))
         return self._kernel_seconds + float(rules["seconds"]), computing
 
     def _tiled(self, shape: tuple[int, ...], rules: Mapping[str, Any]) -> float:
