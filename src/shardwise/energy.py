@@ -135,7 +135,8 @@ class StepJoules:
         apart, because the host is ahead of the GPU there. `waited`: seconds from `first` until now.
         """
         self._unavailable, self._lag, self._left = unavailable, lag, lag
-        self._ranks = None if not cards else distinct(cards)
+        # The first rank of each card; a rank without a card stands for itself.
+        self._ranks = [i for i, card in enumerate(cards) if card is None or cards.index(card) == i] or None
         self._before = {rank: reading for rank, reading in enumerate(first) if reading is not None}
         self._gap: str | None = FIRST
         self.phases = dict.fromkeys(PHASES, 0.0)  # joules of all GPUs
@@ -213,8 +214,3 @@ class _Stretch:
     phases: dict[str, float]  # seconds of what lay between
     joules: float = 0.0
     steps: int = 0
-
-
-def distinct(cards: Sequence[str | None]) -> list[int]:
-    """The first rank of each card; a rank without a card stands for itself."""
-    return [rank for rank, card in enumerate(cards) if card is None or cards.index(card) == rank]

@@ -2,7 +2,10 @@
 
 import json
 import os
+import tomllib
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,12 @@ from typing import Any
 def cache_root() -> Path:
     """`$SHARDWISE_CACHE`, else `~/.cache/shardwise`: tokenised data, tokenizers, plans, calibrations."""
     return Path(os.environ.get("SHARDWISE_CACHE") or Path.home() / ".cache" / "shardwise")
+
+
+@cache
+def packaged(file: str) -> dict[str, Any]:
+    """A TOML file of this package, by its path in it; everyone gets the same values."""
+    return tomllib.loads(resources.files("shardwise").joinpath(file).read_text(encoding="utf-8"))
 
 
 def sync(path: Path) -> None:

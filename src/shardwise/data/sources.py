@@ -205,7 +205,8 @@ def _json_list(path: Path, bad: Findings) -> Iterator[Record]:
             where = window.where()
             yield from _record(where, window.value(), bad)
             closed = window.expect(",]") == "]"
-        window.expect_end()
+        if found := window.peek():
+            raise window.broken(f"the list has ended, and {found!r} follows")
 
 
 class _Window:
@@ -237,13 +238,9 @@ class _Window:
     def expect(self, choices: str) -> str:
         found = self.peek()
         if not found or found not in choices:
-            raise self._broken(f"expected {' or '.join(choices)}, found {found or 'the end of the file'}")
+            raise self.broken(f"expected {' or '.join(choices)}, found {found or 'the end of the file'}")
         self._at += 1
         return found
-
-    def expect_end(self) -> None:
-        if found := self.peek():
-            raise self._broken(f"the list has ended, and {found!r} follows")
 
     def value(self) -> Any:
         while True:
@@ -252,11 +249,11 @@ class _Window:
             except json.JSONDecodeError as error:
                 ahead = error.pos - self._at
                 if not self._grow():
-                    raise self._broken(error.msg, ahead) from None
+                    raise self.broken(error.msg, ahead) from None
             except ValueError as error:  # valid JSON that Python refuses: an integer of 5000 digits
-                raise self._broken(str(error)) from None
+                raise self.broken(str(error)) from None
             except RecursionError:
-                raise self._broken("nested too deeply") from None
+                raise self.broken("nested too deeply") from None
             else:
                 return value
 
@@ -274,7 +271,7 @@ class _Window:
         self._text += more
         return bool(more)
 
-    def _broken(self, what: str, ahead: int = 0) -> DataError:
+    def broken(self, what: str, ahead: int = 0) -> DataError:
         fix = "correct the file; a broken list cannot be skipped"
         return DataError(f"not JSON: {what}", where=self.where(ahead), fix=fix)
 

@@ -1,11 +1,11 @@
 """What is known of each GPU model: speed, memory, bandwidth, links and power, each row with its source."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from typing import Any
+
+from shardwise.folders import packaged
 
 GB = 1e9
 MODERN = ("ampere", "ada", "hopper", "blackwell")
@@ -72,8 +72,7 @@ class Gpu:
 @cache
 def gpus() -> tuple[Gpu, ...]:
     """All rows of `catalog.toml`, in its order."""
-    text = resources.files("shardwise.hardware").joinpath("catalog.toml").read_text(encoding="utf-8")
-    families = tomllib.loads(text)["family"].values()
+    families = packaged("hardware/catalog.toml")["family"].values()
     return tuple(_gpu(name, {**family, **row}) for family in families for name, row in family["gpu"].items())
 
 

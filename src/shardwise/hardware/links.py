@@ -1,11 +1,10 @@
 """Latency and rate of each kind of link, from `links.toml`."""
 
-import tomllib
 from dataclasses import replace
-from functools import cache
-from importlib import resources
+from functools import partial
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.hardware.catalog import GB, Fabric, Gpu
 from shardwise.hardware.hardware import Link
 
@@ -13,11 +12,8 @@ FULL_LANES = 16
 DESKTOP_GENERATION = 4  # of a GeForce card's slot: boards that hold several seldom give each PCIe 5.0
 
 
-@cache
-def table() -> dict[str, Any]:
-    """`links.toml`: fabric, pcie, host and network."""
-    text = resources.files("shardwise.hardware").joinpath("links.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+table = partial(packaged, "hardware/links.toml")
+"""Fabric, pcie, host and network."""
 
 
 def network_names() -> list[str]:

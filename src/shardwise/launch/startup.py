@@ -63,7 +63,8 @@ def check(together: Together, spec: LaunchSpec, mine: Facts, while_waiting: Call
 
 def facts(spec: LaunchSpec) -> Facts:
     """What this node can tell by itself; it may take long, so the others are met afterwards."""
-    places = {"the run folder": Path(spec.run_dir).parent, "the cache": cache_root()}
+    wanted = {"the run folder": Path(spec.run_dir).absolute().parent, "the cache": cache_root().absolute()}
+    places = {name: next(p for p in (path, *path.parents) if p.exists()) for name, path in wanted.items()}
     checkpoints = step_folders(Path(spec.run_dir) / "checkpoints") if spec.resume else []
     return {
         "versions": {"python": platform.python_version(), **versions()},
@@ -73,7 +74,7 @@ def facts(spec: LaunchSpec) -> Facts:
         "processes": spec.processes,
         "data": _data(spec.job["data"]),
         "gpus": [str(getattr(card, "name", card)) for card in visible(find())],
-        "free": {name: shutil.disk_usage(_existing(place)).free for name, place in places.items()},
+        "free": {name: shutil.disk_usage(place).free for name, place in places.items()},
         "steps": [step for step, folder in checkpoints if (folder / NAME).exists()],
     }
 
@@ -117,10 +118,6 @@ def _ends(file: Path) -> tuple[int, str]:
         content.seek(max(0, size - _ENDS_BYTES))
         digest.update(content.read(_ENDS_BYTES))
     return size, digest.hexdigest()[:12]
-
-
-def _existing(place: Path) -> Path:
-    return next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
 
 
 @contextmanager

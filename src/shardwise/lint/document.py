@@ -1,7 +1,7 @@
 """A file after reading: its values, and the place of each in the text."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -34,6 +34,14 @@ class Mark:
     line: int  # counted from 1
     key: Span | None = None  # the key as written, with its quotes; None for items of a list, and in scripts
     value: Span = (0, 0)  # in JSON and YAML, the texts that can be edited
+
+
+def every(values: Mapping[Any, Any], above: Key = ()) -> Iterator[tuple[Key, Any]]:
+    """All keys of a file with their values, each section before what is in it."""
+    for name, value in values.items():
+        yield (*above, str(name)), value
+        if isinstance(value, Mapping):
+            yield from every(value, (*above, str(name)))
 
 
 @dataclass(frozen=True, kw_only=True)

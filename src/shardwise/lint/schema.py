@@ -2,14 +2,13 @@
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from math import isfinite
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.job.source import Key
 
 
@@ -47,7 +46,7 @@ class Schema:
 @cache
 def deepspeed_schema() -> Schema:
     """The schema of DeepSpeed 0.19.8."""
-    data = toml_file("deepspeed_0_19.toml")
+    data = packaged("lint/deepspeed_0_19.toml")
     return Schema(
         version=data["version"],
         sections={
@@ -63,19 +62,19 @@ def deepspeed_schema() -> Schema:
 @cache
 def accelerate_keys() -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Keys of accelerate's config files: at the top level, in `deepspeed_config`, in `fsdp_config`."""
-    data = toml_file("accelerate_1.toml")
+    data = packaged("lint/accelerate_1.toml")
     top, deepspeed, fsdp = (tuple(data[name].split()) for name in ("top", "deepspeed_config", "fsdp_config"))
     return top, deepspeed, fsdp
 
 
 def names(table: str) -> tuple[str, ...]:
     """The words of a text of `names.toml`."""
-    return tuple(toml_file("names.toml")[table].split())
+    return tuple(packaged("lint/names.toml")[table].split())
 
 
 def table(name: str) -> dict[str, Any]:
     """A table of `names.toml`."""
-    return dict(toml_file("names.toml")[name])
+    return dict(packaged("lint/names.toml")[name])
 
 
 def pattern(name: str) -> re.Pattern[str]:
@@ -86,12 +85,6 @@ def pattern(name: str) -> re.Pattern[str]:
 def by_key(name: str) -> dict[Key, Any]:
     """A table of `names.toml` whose names are keys of sections."""
     return {tuple(key.split(".")): value for key, value in table(name).items()}
-
-
-@cache
-def toml_file(file: str) -> dict[str, Any]:
-    """A TOML file of this package."""
-    return tomllib.loads(resources.files("shardwise.lint").joinpath(file).read_text(encoding="utf-8"))
 
 
 def _kind(text: str) -> KeyKind:

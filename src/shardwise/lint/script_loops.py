@@ -4,17 +4,17 @@ import ast
 import re
 from typing import Any
 
-from shardwise.lint.schema import toml_file
+from shardwise.folders import packaged
 from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_names import Said
 from shardwise.lint.script_sums import UNKNOWN
 from shardwise.lint.script_values import Values
 
-_ENGINE_STEPS = re.compile(toml_file("foreign.toml")["row_words"]["engine_steps"])
+_ENGINE_STEPS = re.compile(packaged("lint/foreign.toml")["row_words"]["engine_steps"])
 _COUNTER = re.compile(r"(?i)step|iter|update|^it$|(^|\.)i$")
 _STEP = re.compile(r"(?i)\b(?!\w*(sched|lr|prof|bar|engine))\w+\.step\(")  # of an optimizer, or its scaler
 _ENDS = ast.Lt | ast.Gt | ast.GtE | ast.Eq
-_DOES = {name: re.compile(words) for name, words in toml_file("foreign.toml")["does"].items()}
+_DOES = {name: re.compile(words) for name, words in packaged("lint/foreign.toml")["does"].items()}
 
 
 def of_loop(loop: ast.For | ast.While, known: Values, *, of_a_job: bool) -> Said:

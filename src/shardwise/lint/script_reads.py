@@ -48,7 +48,8 @@ class Readers:
     @property
     def words(self) -> set[str]:
         """All attributes that are read, and all texts."""
-        read = {one.attr for one in self._nodes if isinstance(one, ast.Attribute) and _loaded(one)}
+        used = (one for one in self._nodes if isinstance(one, ast.Attribute))
+        read = {one.attr for one in used if isinstance(one.ctx, ast.Load)}
         return read | {str(one.value) for one in self._nodes if isinstance(one, ast.Constant)}
 
     def calls(self, *last: str) -> list[ast.Call]:
@@ -160,7 +161,3 @@ class Readers:
             if isinstance(node, ast.Call) and name_of(node.func).rpartition(".")[2] not in _COPIES:
                 break
         self.open.add(key)
-
-
-def _loaded(node: Any) -> bool:
-    return isinstance(node.ctx, ast.Load)

@@ -7,8 +7,8 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.lint.document import line_at
-from shardwise.lint.schema import toml_file
 from shardwise.lint.script_inputs import name_of
 from shardwise.lint.script_names import Said
 from shardwise.lint.script_sums import UNKNOWN
@@ -27,8 +27,8 @@ _ROWS = re.compile(r"(?i)(self\.)?(\w*_)?(data|data_?set|rows|examples|samples|r
 _PAIR = {"prompt", "completion"}  # as a job reads them
 _OF_CHATS = _CHATS | {"role", "content", "from", "value", "input_ids", "attention_mask", "labels"}
 _SHAPE = {"d_model", "n_layer", "n_layers", "n_heads", "n_head", "n_embd", "hidden_size", "vocab_size"}
-_SEEN = {name: re.compile(words) for name, words in toml_file("foreign.toml")["seen"].items()}
-_WORDS = toml_file("foreign.toml")["row_words"]
+_SEEN = {name: re.compile(words) for name, words in packaged("lint/foreign.toml")["seen"].items()}
+_WORDS = packaged("lint/foreign.toml")["row_words"]
 _TOKENS, _CUT = re.compile(_WORDS["tokens"]), re.compile(_WORDS["cut"])
 _TEMPLATE, _PROMPT, _NO_TEXT, _PRINTS, _IGNORED, _PART, _MODEL, _LOADED, _MOVED, _BUILT, _MAKES, _PLACE = (
     re.compile(_WORDS[name]) for name in (

@@ -216,12 +216,8 @@ def _parsed(words: deque[tuple[str, int]], launcher: str, flags: set[str]) -> It
             if before_script and key:
                 yield key, swift[1] if swift else word, line  # `pt` of `swift pt`
             before_script = before_script and word.startswith("$") and not script
-    yield from _more_flags(more, began=not before_script)
-
-
-def _more_flags(words: list[tuple[str, int, bool]], *, began: bool) -> Iterator[tuple[str, Any, int]]:
-    """The words that may hold flags of the script: all, unless it `began` after some, the launcher's."""
-    held = [(word, line) for word, line, before in words if not (began and before)]
+    # The words that may hold flags of the script: all, unless it began after some, the launcher's.
+    held = [(word, line) for word, line, before in more if before_script or not before]
     yield from ((MORE_FLAGS, [word for word, _ in held], line) for _, line in held[:1])
 
 

@@ -1,15 +1,14 @@
 """Known model shapes, for plans and random weights without a network; which jobs have no tokenizer."""
 
 import difflib
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
+from shardwise.folders import packaged
 from shardwise.job.paths import alike
 from shardwise.job.schema import Model
 
@@ -48,9 +47,8 @@ class Shape:
 @cache
 def shapes() -> tuple[Shape, ...]:
     """All shapes of `catalog.toml`, in its order."""
-    text = resources.files("shardwise.models").joinpath("catalog.toml").read_text(encoding="utf-8")
     found = []
-    for family in tomllib.loads(text)["family"].values():
+    for family in packaged("models/catalog.toml")["family"].values():
         for name, row in family["shape"].items():
             config = {**family.get("config", {}), **row["config"]}
             # TOML has no null

@@ -20,7 +20,7 @@ from shardwise.models.adapters import ADAPTER, check_bitsandbytes, dequantize_li
 from shardwise.models.build import BuiltModel, build_model
 from shardwise.models.file_weights import quiet
 from shardwise.models.fingerprint import check_base
-from shardwise.models.structure import join
+from shardwise.models.structure import join, own_tensors
 from shardwise.models.tensor_file import save_file
 from shardwise.models.tokenizer import from_files, misread_as
 from shardwise.units import size
@@ -250,9 +250,5 @@ def _check(state: Mapping[str, Tensor], expected: Mapping[str, torch.Size]) -> N
 
 
 def _persistent_buffers(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {
-        join(prefix, name): buffer.cpu()
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+    every = ((prefix, module, own_tensors(module)) for prefix, module in model.named_modules())
+    return {join(p, name): t.cpu() for p, m, own in every for at, name, t in own if at is m._buffers}

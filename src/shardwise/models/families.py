@@ -133,7 +133,9 @@ def attention_of(config: Config) -> Attention:
     plain, alibi = attention_for(config), bool(getattr(config, "alibi", False))
     for packing in family_of(config).packing:
         if packing == "varlen":
-            if dropout == 0.0 and plain is None and not alibi and _kernel_takes(config):
+            # flash attention has a kernel for these sizes of a head
+            fits = _head(config) % 8 == 0 and _head(config) <= 256
+            if dropout == 0.0 and plain is None and not alibi and fits:
                 # Mistral and others look at nothing else, whatever their layers are called
                 local = "local" in (getattr(config, "attention_layers", None) or ())
                 windowed = bool(getattr(config, "sliding_window", None)) or local or family_of(config).sinks
@@ -150,11 +152,6 @@ def attention_for(config: Config) -> str | None:
     SDPA would silently leave out the softcap of attention logits (transformers 5.17).
     """
     return "eager" if getattr(config, "attn_logit_softcapping", None) is not None else None
-
-
-def _kernel_takes(config: Config) -> bool:
-    """Whether flash attention has a kernel for the size of a head."""
-    return _head(config) % 8 == 0 and _head(config) <= 256
 
 
 def _head(config: Config) -> int:

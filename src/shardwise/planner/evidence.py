@@ -3,13 +3,10 @@
 The numbers are the accuracy ledger's; `benchmarks/accuracy/evidence.py` writes evidence.toml.
 """
 
-import tomllib
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from importlib import resources
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.hardware.hardware import Hardware
 from shardwise.job.strategies import ENGINES
 from shardwise.simulate.prediction import Prediction
@@ -63,7 +60,7 @@ class Evidence:
 def evidence_of(strategy: Strategy, prediction: Prediction, hardware: Hardware) -> Evidence:
     """The measured runs most like a strategy on `hardware`."""
     kind, time = kind_of(strategy), prediction.time
-    found = dict(_table().get(kind, {}))
+    found = dict(packaged("planner/evidence.toml").get(kind, {}))
     gpus = tuple(found.pop("gpus", ()))
     waits = "time_host_bound" if time.launch_seconds >= HOST_BOUND * time.step_seconds else "time"
     errors = {name: Errors(**value) for name, value in found.items()}
@@ -86,9 +83,3 @@ def kind_of(strategy: Strategy) -> str:
     if strategy.offloads:
         name += " offload"
     return name
-
-
-@cache
-def _table() -> Mapping[str, Mapping[str, Any]]:
-    text = (resources.files("shardwise.planner") / "evidence.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
 from typing import Any
 
 import torch
@@ -171,11 +170,8 @@ class StopSignal:
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self._remember)
+            signal.signal(number, lambda *_: self.ask())
 
     def ask(self) -> None:
         """As a signal does."""
-        self.requested = True
-
-    def _remember(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True

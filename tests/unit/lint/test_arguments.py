@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.folders import packaged
 from shardwise.lint.check import check
 from shardwise.lint.read import read
-from shardwise.lint.schema import names, toml_file
+from shardwise.lint.schema import names
 from shardwise.lint.setup import Setup
 
 
@@ -23,7 +24,7 @@ def test_the_names_are_those_of_the_installed_libraries() -> None:
     from transformers import BitsAndBytesConfig
 
     for made in (LoraConfig, BitsAndBytesConfig):
-        known = {*toml_file("arguments.toml")[made.__name__].split(), "self", "kwargs"}
+        known = {*packaged("lint/arguments.toml")[made.__name__].split(), "self", "kwargs"}
         assert {*inspect.signature(made.__init__).parameters} <= known
 
 
@@ -51,7 +52,7 @@ def test_a_key_that_a_script_has_is_not_misspelt() -> None:
     text = "output_dir: o\nlearning_rate: 1\nbf16: true\nmax_steps: 1\nlora_target_module: q\n"
     assert "misspelt-key" in rules(text, "a.yaml")
     assert "misspelt-key" not in rules(text, "a.yaml", "import trl\nclass A:\n    lora_target_module: str\n")
-    for name in (*names("trainer_arguments"), *toml_file("arguments.toml")["frameworks"].split()):
+    for name in (*names("trainer_arguments"), *packaged("lint/arguments.toml")["frameworks"].split()):
         assert "misspelt-key" not in rules(f"output_dir: o\n{name}: 1\n", "a.yaml")
 
 

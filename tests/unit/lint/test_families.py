@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from shardwise.folders import packaged
 from shardwise.lint.check import check
 from shardwise.lint.finding import Finding
 from shardwise.lint.model import blocks_of, facts_of
 from shardwise.lint.read import read
-from shardwise.lint.schema import names, table, toml_file
+from shardwise.lint.schema import names, table
 from shardwise.lint.setup import Setup
 
 MODEL = "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -165,7 +166,7 @@ def test_a_key_is_judged_by_the_tool_that_reads_the_file(text: str, severity: st
 
 
 def test_no_tool_calls_a_thing_as_another_tool_does() -> None:
-    for rows in toml_file("arguments.toml")["other_names"].values():
+    for rows in packaged("lint/arguments.toml")["other_names"].values():
         others = " ".join(rows.values()).split()
         assert len({*others}) == len(others)
         assert not rows.keys() & {*others}

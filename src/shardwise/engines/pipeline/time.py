@@ -52,7 +52,9 @@ def play_pipeline(trace: StepTrace, strategy: Strategy, hardware: Hardware) -> P
         return finished(strategy, costs, messages)
 
     by_rank = [[costs[stage] for stage in range(rank, len(costs), ranks)] for rank in range(ranks)]
-    ends = 2 * _seconds(_links(strategy, hardware)[-1], _tied_bytes(stages, strategy))
+    tied = set(stages[0].trainable) & set(stages[-1].trainable)  # whose fp32 gradients the ends add up
+    shared = sum(FP32 * stages[0].trace.parameters[i].numel for i in tied) / strategy.data_parallel
+    ends = 2 * _seconds(_links(strategy, hardware)[-1], shared)
     reduce = max(sum(one.reduce for one in own) for own in by_rank) + ends
     update = max(sum(one.update for one in own) for own in by_rank)
     gather = max(sum(one.gather for one in own) for own in by_rank)
@@ -171,9 +173,3 @@ def _links(strategy: Strategy, hardware: Hardware) -> list[Link]:
 
 def _seconds(link: Link, num_bytes: float) -> float:
     return link.latency_seconds + num_bytes / link.bytes_per_second if num_bytes else 0.0
-
-
-def _tied_bytes(stages: Sequence[Stage], strategy: Strategy) -> float:
-    """Of the fp32 gradients that the first and the last stage add up."""
-    tied = set(stages[0].trainable) & set(stages[-1].trainable)
-    return sum(FP32 * stages[0].trace.parameters[i].numel for i in tied) / strategy.data_parallel

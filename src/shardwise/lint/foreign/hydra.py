@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.job.source import Key
-from shardwise.lint.document import Document, Mark
+from shardwise.lint.document import Document, Mark, every
 
 _PACKAGE = re.compile(r"(?m)^#\s*@package\s+(\S+)")
 _NAMED = re.compile(r"config_name\s*=\s*[\"']([\w./-]+)")
@@ -87,7 +87,7 @@ class _Made:
         for _ in range(_MOST):
             values = _resolved(values, values)
         marks = {key: mark for key, mark in self._root.marks.items() if key[0] not in ("defaults", "hydra")}
-        marks = {key: Mark(line=line) for key in _paths(values)} | marks
+        marks = {key: Mark(line=line) for key, _ in every(values)} | marks
         text = re.sub(r"(?m)^(?=defaults:)", "# ", self._root.text)
         return replace(self._root, values=values, marks=marks, text=text)
 
@@ -140,10 +140,3 @@ def _at(values: Any, path: str) -> Any:
 
 def _text(found: Any, before: str) -> str:
     return str(found) if isinstance(found, str | int | float) and "${" not in str(found) else before
-
-
-def _paths(values: Mapping[str, Any], above: Key = ()) -> Iterator[Key]:
-    for name, value in values.items():
-        yield (*above, str(name))
-        if isinstance(value, Mapping):
-            yield from _paths(value, (*above, str(name)))

@@ -7,12 +7,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.job import json_schema, paths
 from shardwise.lint.document import AUTO
-from shardwise.lint.schema import as_number, toml_file
+from shardwise.lint.schema import as_number
 from shardwise.lint.script_inputs import OPEN
 
-TABLE = toml_file("foreign.toml")
+TABLE = packaged("lint/foreign.toml")
 TABLE["keys"] |= {other: TABLE["keys"][key] for other, key in TABLE["same"].items()}
 _OF_ADAM = {key[4:]: rule for key, rule in TABLE["keys"].items() if key.startswith("Adam.")}
 TABLE["keys"] |= {name + key: rule for name in TABLE["of_adam"] for key, rule in _OF_ADAM.items()}

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
+from shardwise.folders import packaged
 from shardwise.lint.document import Document
 from shardwise.lint.edit import Drop, Rename
 from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
@@ -23,14 +24,14 @@ from shardwise.lint.rules.program import (
     words_of,
 )
 from shardwise.lint.rules.training import DEFAULTS, given_to_trainers
-from shardwise.lint.schema import as_number, closest, misspelt, names, pattern, table, toml_file
+from shardwise.lint.schema import as_number, closest, misspelt, names, pattern, table
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup, launched_processes
 from shardwise.models.catalog import lookup
 
-_ARGUMENTS = toml_file("arguments.toml")
+_ARGUMENTS = packaged("lint/arguments.toml")
 _TRAINERS = frozenset([*names("trainer_arguments"), *_ARGUMENTS["earlier"].split()])
-_FOREIGN = {key.partition(".")[0] for key in toml_file("foreign.toml")["keys"] if "(" not in key}
+_FOREIGN = {key.partition(".")[0] for key in packaged("lint/foreign.toml")["keys"] if "(" not in key}
 _FRAMEWORKS = _TRAINERS | {*_ARGUMENTS["frameworks"].split(), *_FOREIGN}
 _BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}  # and their defaults
 _OTHERS = {"generation_batch_size", "steps_per_generation"}  # what else makes a batch of completions

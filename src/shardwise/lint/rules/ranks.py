@@ -250,7 +250,9 @@ def goes_past_ddp(document: Document, setup: Setup) -> Iterator[Hit]:
             what = f"`{model}` is called, and not `{wrapper}`: no gradients are averaged between processes"
             yield Hit((), what, f"{wrapper}(...)", line=call.lineno)
     wrapped = [name for name, by in made_by(document).items() if by.endswith("DistributedDataParallel")]
-    plain = {part for one in ast.walk(program) if _without_gradients(one) for part in ast.walk(one)}
+    blocks = {one: " ".join(map(ast.unparse, one.items)) for one in walk(program, ast.With)}
+    without = [one for one, text in blocks.items() if re.search("no_grad|inference_mode", text)]
+    plain = {part for one in without for part in ast.walk(one)}
     called = {ast.unparse(one.func): one for one in reversed(trains) if one not in plain}
     for name in wrapped if setup.world_size != 1 else ():
         past = called.get(f"{name}.module")
@@ -270,11 +272,6 @@ def _never_averages(node: ast.With) -> bool:
     owners = [re.fullmatch(r"([\w.]+)\.no_sync\(\)", ast.unparse(one.context_expr)) for one in node.items]
     said = {ast.unparse(call.func) for call in within(*node.body)}
     return any(one and one[1] in said for one in owners) and any(one.endswith(".backward") for one in said)
-
-
-def _without_gradients(node: ast.AST) -> bool:
-    rows = [ast.unparse(one) for one in node.items] if isinstance(node, ast.With) else []
-    return any(re.search("no_grad|inference_mode", row) for row in rows)
 
 
 @loop_rule("warning", "torch/distributed/fsdp: a call wraps one group, which is gathered at once")

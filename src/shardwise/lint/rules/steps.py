@@ -207,7 +207,9 @@ def _left_out(loop: _Loop) -> ast.expr | None:
     tests = [{ast.unparse(test): test for test in run.tests} for run in passes]
     shared = [test for said, test in tests[0].items() if all(said in one for one in tests)]
     apart = next((test for test in shared if any(_moduli(test))), None)
-    divided = apart is not None and _divides(loop.text, [ast.unparse(one) for one in _moduli(apart)])
+    counts = [re.escape(ast.unparse(one)) for one in _moduli(apart)] if apart else []
+    # By the number of micro-batches, which says that they belong to one step
+    divided = any(re.search(rf"loss\w* (/=|= .*/) {one}(?![\w.])", loop.text) for one in counts)
     loss = re.search(r"\w*loss\w*", ast.unparse(passes[0].call))
     if apart is None or not divided or not loss or _GATHERED.search(loop.text):
         return None
@@ -215,11 +217,6 @@ def _left_out(loop: _Loop) -> ast.expr | None:
     early = [run for run in loop.runs if ast.unparse(apart) not in {*map(ast.unparse, run.tests)}]
     before = any(ast.unparse(run.call) in row for run in early for row in made)
     return apart if before and not any(" + " in row or "+=" in row for row in made) else None
-
-
-def _divides(text: str, counts: list[str]) -> bool:
-    """Whether a loss is divided by the number of micro-batches, which says that they belong to one step."""
-    return any(re.search(rf"loss\w* (/=|= .*/) {re.escape(one)}(?![\w.])", text) for one in counts)
 
 
 def _clears(call: ast.Call, optimizer: str) -> bool:

@@ -4,11 +4,9 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 from shardwise.job.paths import read_bounded
-from shardwise.job.source import Key
-from shardwise.lint.document import Document
+from shardwise.lint.document import Document, every
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.read import LARGEST_FILE_BYTES, imported
 from shardwise.lint.rules.arguments import tool_of
@@ -50,22 +48,14 @@ def _options(document: Document) -> Iterator[tuple[str, int]]:
                 yield row.target.id, row.lineno
 
 
-def _leaves(values: Mapping[Any, Any], above: Key = ()) -> Iterator[Key]:
-    """The keys of a file whose values are no sections."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, (*above, str(name)))
-        else:
-            yield (*above, str(name))
-
-
 @training_rule("warning", "the scripts' own lines: each use of the settings is among the files")
 def settings_nobody_reads(document: Document, setup: Setup) -> Iterator[Hit]:
     """A setting is given, and no line of the scripts reads it: it is silently ignored."""
     scripts = [tree_of(one) for one in setup.of("training", "python")]
     program = document.syntax == "python"
     parsed = [*_options(document)] if program else []
-    keys = [*_leaves(document.values)] if document.syntax in _LOADS else []
+    leaves = (key for key, value in every(document.values) if not (isinstance(value, Mapping) and value))
+    keys = [*leaves] if document.syntax in _LOADS else []
     if not scripts or not (parsed or keys) or _OTHERS.search(setup.scripts) or tool_of(document):
         return
     read = Readers(scripts)

@@ -30,12 +30,9 @@ def gradients_stay(strategy: Strategy, *, adapters: bool) -> bool:
 
 def sums_stay(trace: StepTrace, strategy: Strategy) -> bool:
     """The same of a trace; False where no passes are recorded."""
-    return own_pool(trace) and gradients_stay(strategy, adapters=has_adapters(trace))
-
-
-def has_adapters(trace: StepTrace) -> bool:
-    """Whether some parameters are frozen; those that the engine does not see have no elements."""
-    return any(not parameter.trainable and parameter.numel for parameter in trace.parameters)
+    # Some are frozen; those that the engine does not see have no elements.
+    adapters = any(not parameter.trainable and parameter.numel for parameter in trace.parameters)
+    return own_pool(trace) and gradients_stay(strategy, adapters=adapters)
 
 
 def enter_pool(memory: GpuMemory, trace: StepTrace, streams: Collection[int] = ()) -> None:

@@ -69,17 +69,15 @@ class Group:
 
     def _ring_latency(self, intra: float, inter: float) -> float:
         within = (self.per_node - 1) * self.nodes * self.intra.latency_seconds * intra
-        if self.nodes == 1:
-            return within
-        return within + (self.nodes - 1) * self._network.latency_seconds * inter
+        between = self._network.latency_seconds * inter if self.nodes > 1 else 0.0
+        return within + (self.nodes - 1) * between
 
     @property
     def tree_latency_seconds(self) -> float:
         """Up a chain within the node and a binary tree between nodes."""
         within = (self.per_node - 1) * self.intra.latency_seconds
-        if self.nodes == 1:
-            return within
-        return within + math.ceil(math.log2(self.nodes)) * self._network.latency_seconds
+        between = self._network.latency_seconds if self.nodes > 1 else 0.0
+        return within + math.ceil(math.log2(self.nodes)) * between
 
     @property
     def _network(self) -> Link:

@@ -5,12 +5,11 @@ longer, at the shares of the GPU's peaks that kernels really reach (`efficiency.
 """
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import resources
+from functools import partial
 from typing import Any
 
+from shardwise.folders import packaged
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.step_trace import Op
 
@@ -27,11 +26,7 @@ SPLITS = (1, 2, 4, 8, 16)
 """Parts of its inner dimension that a product with few tiles may be cut into."""
 
 
-@cache
-def table() -> dict[str, Any]:
-    """`efficiency.toml`."""
-    text = resources.files("shardwise.simulate.time").joinpath("efficiency.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+table = partial(packaged, "simulate/time/efficiency.toml")
 
 
 class Roofline:
