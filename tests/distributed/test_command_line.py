@@ -163,3 +163,9 @@ def test_a_changed_job_does_not_resume(tmp_path: Path) -> None:
     assert code == 5
     assert "the content of the data" in err
     assert "Traceback" not in err
+
+    same = ("train", "runs/run", "--resume", "--set", "train.steps=7")
+    assert forked_shardwise(*same, cwd=tmp_path)[0] == 0
+    for more in ((), ("--max-steps", "5")):
+        code, _, err = forked_shardwise(*same, "--set", "data.train=other.jsonl", *more, cwd=tmp_path)
+        assert (code, "the content of the data" in err) == (5, True), "of a finished run, too"

@@ -3,7 +3,7 @@
 import itertools
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwise.errors import CheckpointError, JobError, Problem
 from shardwise.job import validate
-from shardwise.job.identity import DECISIVE, longer, within
+from shardwise.job.identity import BY_CONTENT, DECISIVE, longer, within
 from shardwise.job.load import LoadedJob, differences
 from shardwise.job.paths import absolute
 from shardwise.job.schema import Job
@@ -71,11 +71,14 @@ def _last_strategy(run_dir: Path) -> Strategy:
 def finished(run_dir: Path, job: Job, max_steps: int | None = None) -> str:
     """What to say of a run that has nothing left to do with this job; empty for any other."""
     record, last = read_run(run_dir), step_folders(run_dir / "checkpoints")[:1]
+    changed = [key for key, *_ in _changes(Job.model_validate(record.job), job)]
+    if any(within(key, BY_CONTENT) for key in changed):
+        return ""  # the workers compare the content
     if last and max_steps is not None and last[0][0] >= max_steps:
         return f"at step {last[0][0]} already: --max-steps {max_steps} leaves nothing to do"
     end = record.events[-1] if record.events else {}
     done = end.get("status") == "finished" and end.get("mirror") is None
-    same = Job.model_validate(record.job).train == job.train
+    same = not any(key.startswith("train.") for key in changed)
     if not done or not same or [step for step, _ in last] != [end["step"]]:
         return ""
     what = f"finished already, after step {end['step']}; next: shardwise report {shlex.quote(str(run_dir))}"
@@ -137,10 +140,9 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
 
     The content of the data is compared later, by the workers.
     """
-    then, now = (absolute(job.model_dump(mode="json")) for job in (_job_of(run_dir), loaded.job))
     problems = [
         Problem(what=_difference(key, old, new), where=loaded.where(key))
-        for key, old, new in differences(then, now)
+        for key, old, new in _changes(_job_of(run_dir), loaded.job)
         if within(key, DECISIVE) and not (key in _LENGTH and longer(key, old, new))
     ]
     if problems:
@@ -149,6 +151,12 @@ def check_same_job(loaded: LoadedJob, run_dir: Path) -> None:
             advice += "; --max-steps ends it earlier"
         problems[-1] = replace(problems[-1], fix=advice)
         raise CheckpointError(f"this is not the job that {run_dir} was started with", problems=problems)
+
+
+def _changes(then: Job, now: Job) -> Iterator[tuple[str, object, object]]:
+    """Each key that differs, with both values; the same path written in another way does not."""
+    before, after = (absolute(job.model_dump(mode="json")) for job in (then, now))
+    return differences(before, after)
 
 
 def _job_of(run_dir: Path) -> Job:

@@ -95,6 +95,9 @@ def test_a_run_folder_may_have_been_moved(run: Path, launched: list[LaunchSpec])
         ("finished", 60, [], False),
         ("finished", 60, ["--set", "train.steps=90"], True),
         ("finished", 60, ["--resume-from", "60"], True),
+        ("finished", 60, ["--set", "data.train=moved.jsonl"], True),  # the worker compares its content
+        ("finished", 60, ["--set", "data.train=moved.jsonl", "--max-steps", "60"], True),
+        ("finished", 60, ["--set", "data.train=./qa.jsonl"], False),
         ("finished", 40, [], True),  # the last checkpoint is lost
         ("paused", 60, [], True),
     ],
@@ -111,6 +114,7 @@ def test_a_finished_run_says_so_before_anything_is_prepared(
     with (run / "events.jsonl").open("a") as events:
         events.write(to_line(StopEvent(step=60, status=status, seconds=1.0), now=1.0))
     (run / "checkpoints" / f"step-{newest:06d}").mkdir(parents=True)
+    Path("moved.jsonl").write_text("{}\n")
     assert main(["train", str(run), "--resume", *changes]) == 0
     assert bool(launched) is starts
     assert (
