@@ -16,7 +16,7 @@ from shardwise.models.adapters import quiet_peft
 from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
-from shardwise.models.file_weights import located, no_metadata, quiet, read_headers
+from shardwise.models.file_weights import check_tied, located, no_metadata, quiet, read_headers
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.record.read import JOB, is_run_folder, read_run
@@ -125,6 +125,7 @@ def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
     if missing := sorted(info["missing_keys"]):
         what = f"{len(missing)} of the model's weights are not in the files, e.g. {missing[0]}"
         raise CheckpointError(what, where=str(folder), fix="download or export it again")
+    check_tied(model)
     if getattr(model, "hf_quantizer", None) is None:  # else transformers has unpacked what it names
         located(folder, model)
     return model.to(_device()).eval()

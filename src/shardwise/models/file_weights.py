@@ -156,12 +156,15 @@ class ConvertedWeights(WeightSource):
         problems += [_misshapen(*mismatch) for mismatch in sorted(info["mismatched_keys"])]
         if problems:
             raise _mismatch(problems, self._folder)
-        state: dict[str, torch.Tensor] = model.state_dict()
-        for first, *others in tensor_names(self._skeleton).values():
-            for name in others:  # transformers does not tie what differs
-                if state[name].data_ptr() != state[first].data_ptr():
-                    raise _untied(name, first)
-        return state
+        check_tied(model)
+        return dict(model.state_dict())
+
+
+def check_tied(loaded: PreTrainedModel) -> None:
+    """Raise CheckpointError where the config ties what differs: transformers leaves that apart."""
+    for name, first in loaded.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if loaded.get_parameter_or_buffer(name) is not loaded.get_parameter_or_buffer(first):
+            raise _untied(name, first)
 
 
 def located(

@@ -52,6 +52,8 @@ def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(saved: Sav
     model = saved(name)
     configure(model, tie_word_embeddings=True)
     assert "two different tensors" in refused(model)
+    with pytest.raises(CheckpointError, match=r"ties (lm_head|embed_out)\.weight to .*two different tensors"):
+        _from_folder(Path(model.source))  # `chat` reads what `train` does
     head, embedding = (
         ("embed_out", "gpt_neox.embed_in") if name == "gpt_neox" else ("lm_head", "model.embed_tokens")
     )
@@ -59,6 +61,7 @@ def test_a_head_that_the_config_ties_and_the_file_does_not_is_refused(saved: Sav
     same = stored[f"{embedding}.weight"]
     changed(model, {f"{head}.weight": lambda _: same.clone()})
     assert torch.equal(filled(model).model.get_output_embeddings().weight, same)
+    assert torch.equal(_from_folder(Path(model.source)).get_output_embeddings().weight, same)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
