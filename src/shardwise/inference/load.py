@@ -13,10 +13,11 @@ from shardwise.inference.model import LoadedModel
 from shardwise.job.paths import alike
 from shardwise.job.schema import Model
 from shardwise.models.adapters import quiet_peft
+from shardwise.models.build import quantised
 from shardwise.models.catalog import MODEL_FILES, unknown
 from shardwise.models.export import ADAPTER_CONFIG, load_with_adapter, read_adapter
 from shardwise.models.families import attention_for
-from shardwise.models.file_weights import check_tied, located, no_metadata, quiet, read_headers
+from shardwise.models.file_weights import check_scales, check_tied, located, no_metadata, quiet, read_headers
 from shardwise.models.source import find_source, safetensors_files
 from shardwise.models.tokenizer import load_tokenizer
 from shardwise.record.read import JOB, is_run_folder, read_run
@@ -107,10 +108,13 @@ def _tokenizer(folder: Path, *, trusted: bool = False) -> PreTrainedTokenizerBas
 
 def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
     """A model as transformers loads it, but with all of its weights or not at all."""
-    read_headers(safetensors_files(folder))  # names the file that is missing or damaged
+    stored = read_headers(safetensors_files(folder))  # names the file that is missing or damaged
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trusted}
     try:
         config = AutoConfig.from_pretrained(folder, **options)
+        fp8 = quantised(vars(config)) == "fp8"
+        if fp8:
+            check_scales(stored)
         options |= {"dtype": "auto", "use_safetensors": True, "attn_implementation": attention_for(config)}
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -126,6 +130,6 @@ def _from_folder(folder: Path, *, trusted: bool = False) -> PreTrainedModel:
         what = f"{len(missing)} of the model's weights are not in the files, e.g. {missing[0]}"
         raise CheckpointError(what, where=str(folder), fix="download or export it again")
     check_tied(model)
-    if getattr(model, "hf_quantizer", None) is None:  # else transformers has unpacked what it names
+    if getattr(model, "hf_quantizer", None) is None and not fp8:  # else it has unpacked what it names
         located(folder, model)
     return model.to(_device()).eval()

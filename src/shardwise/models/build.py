@@ -105,8 +105,8 @@ def build_model(
     else:
         assert found.folder is not None
         source = open_weights(found.folder, skeleton(), dtype=dtype)
-        if _quantised(found):
-            notes.append(f"the experts' weights are published in {_quantised(found)}, and unpacked")
+        if quantised(found.config):
+            notes.append(f"the experts' weights are published in {quantised(found.config)}, and unpacked")
         if source.unused:
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
@@ -171,7 +171,7 @@ _LEARNED_POSITIONS = ("wpe", "embed_positions", "position_embeddings")
 
 def read_config(model: Model, found: Source, vocab_size: int | None) -> PretrainedConfig:
     """Return the shape's config with the job's changes and `vocab_size` embedding rows; raises JobError."""
-    if _quantised(found) not in ("", "mxfp4"):
+    if quantised(found.config) not in ("", "mxfp4"):
         what = "the published weights are quantised and cannot be trained"
         raise JobError(what, where="model.source", fix="name the model they were made from")
     kind = str(found.config["model_type"])
@@ -201,9 +201,9 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
     return config
 
 
-def _quantised(found: Source) -> str:
+def quantised(config: Mapping[str, Any]) -> str:
     """The format of published weights that are quantised; empty for others."""
-    how = found.config.get("quantization_config")
+    how = config.get("quantization_config")
     return str(how.get("quant_method", "unknown")) if isinstance(how, dict) else "unknown" if how else ""
 
 

@@ -236,6 +236,19 @@ def _check_numbers(
         raise _mismatch(problems, folder, fix="name the model that these weights were made from")
 
 
+def check_scales(stored: Mapping[str, _Stored]) -> None:
+    """Raise CheckpointError for a weight in fp8 without scales, which transformers may take as it is."""
+    scales: dict[str, list[str]] = defaultdict(list)
+    for module, _, last in (key.rpartition(".") for key in stored):
+        if "scale" in last and not last.startswith(("activation", "input")):
+            scales[module].append(last)
+    for key in (key for key in stored if stored[key].dtype in ("F8_E4M3", "F8_E5M2")):
+        module, _, last = key.rpartition(".")
+        if not any(last == "weight" or scale.startswith(last) for scale in scales[module]):
+            what, fix = f"{key} is in fp8, and nothing scales it", "download or copy the files again"
+            raise CheckpointError(what, where=str(stored[key].file), fix=fix)
+
+
 def read_headers(files: Sequence[Path]) -> dict[str, _Stored]:
     """What files hold, by name. Raises CheckpointError, which names the file, where one cannot be read."""
     stored: dict[str, _Stored] = {}

@@ -136,6 +136,35 @@ def test_scales_of_fp8_that_nothing_reads_are_refused(saved: Saved, name: str, k
     assert f"{scales} scales weights in fp8" in refused(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("llama", "model.layers.0.mlp.up_proj.weight"), ("mixtral", EXPERT)]
+)
+def test_a_weight_in_fp8_is_answered_with_if_it_has_its_scale(saved: Saved, name: str, key: str) -> None:
+    """On a CPU transformers unpacks it, and takes a weight without a scale as it is: up to 448."""
+    model = saved(name)
+    folder, file = Path(model.source), Path(model.source) / "model.safetensors"
+    tensors = load_file(file)
+    before = {name: tensor.clone() for name, tensor in _from_folder(folder).state_dict().items()}
+    for one in [
+        one for one in tensors if ".layers." in one and tensors[one].dim() == 2 and "gate.w" not in one
+    ]:
+        scale = tensors[one].abs().max() / 448
+        tensors[one] = (tensors[one] / scale).to(torch.float8_e4m3fn)
+        tensors[f"{one}_scale_inv"] = scale.reshape(1, 1)
+        tensors[f"{one.removesuffix('weight')}activation_scale"] = torch.ones(())
+    save_file(tensors, file, metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["gate"]}
+    configure(model, quantization_config=how)
+    for one, tensor in _from_folder(folder).state_dict().items():
+        assert torch.allclose(tensor.float(), before[one], rtol=0.07, atol=1e-3), one
+    del tensors[f"{key}_scale_inv"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as failure:
+        _from_folder(folder)
+    (problem,) = failure.value.problems
+    assert (problem.what, problem.where) == (f"{key} is in fp8, and nothing scales it", str(file))
+
+
 def test_an_expert_of_another_shape_is_named(saved: Saved) -> None:
     model = saved("mixtral")
     changed(model, {EXPERT: lambda tensor: tensor[:8]})
