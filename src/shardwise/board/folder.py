@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.errors import JobError, what_of
 from shardwise.record import bench, energy, follow, manifest, read, restarts
-from shardwise.report.compare import about
+from shardwise.report.compare import about, rate
 
 _FILES = (read.JOB, read.PLAN, read.ENVIRONMENT, read.EVENTS, read.LOCK, bench.BENCH, bench.ROWS)
 READ = (".", *_FILES, energy.METER, restarts.LOG, "checkpoints")
@@ -102,7 +102,7 @@ def _of_run(path: Path) -> dict[str, Any]:
         "step": _number(step.get("step"), int),
         "total": _number(head.get("total_steps"), int),
         "loss": _number(step.get("loss")),
-        "rate": _number(step.get("tokens_per_second")),
+        "rate": rate([first, *events]),
     }
 
 

@@ -57,8 +57,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))
-    # Steps of another strategy or number of processes have another speed and other ranks.
-    latest = run.events[max(index for index, event in enumerate(run.events) if event is head) :]
+    latest = _latest(run.events)
     steady, seconds = _steady(latest), _wall_seconds(run.events)
     return {
         "name": run.job.get("name"),
@@ -138,6 +137,11 @@ def _of_kind(events: Sequence[Mapping[str, Any]], kind: str) -> list[Mapping[str
     return [event for event in events if event.get("kind") == kind]
 
 
+def _latest(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The events of the newest strategy and processes: others have another speed and other ranks."""
+    return events[max((at for at, event in enumerate(events) if event.get("kind") == "run"), default=0) :]
+
+
 def _steady(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Steps without the first few of every launch; all steps where nothing would be left."""
     steady, since_launch = [], 0
@@ -149,6 +153,12 @@ def _steady(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             if since_launch > WARM_UP_STEPS:
                 steady.append(event)
     return steady or _of_kind(events, "step")
+
+
+def rate(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """A run's speed in tokens per second, as `summary` has it."""
+    found: float | None = _throughput(_steady(_latest(events)), 1)["tokens_per_second"]
+    return found
 
 
 def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:

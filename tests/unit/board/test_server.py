@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from board_server import Folders, Server, begin, head, step, write
+from shardwise.board.folder import Folder
 from shardwise.cli import main
 from shardwise.record.schema import StopEvent
 from shardwise.record.write import RunFolder
+from shardwise.report.compare import summary
 
 PAGES = ("/", "/run?of=runs/done", "/bench?of=bench-4xh200", "/report?of=runs/done", "/plan", "/check")
 PAGES += ("/compare?of=runs/done&of=bench-4xh200", "/run?of=runs/hostile", "/report?of=runs/hostile")
@@ -101,6 +103,19 @@ def test_the_first_page_says_how_far_each_run_is(board: Folders) -> None:
     assert '<td data-name="Tokens/s, all">1,000</td>' in row
     assert "interrupted" in text.partition('data-key="runs/long"')[2].partition("</tr>")[0]
     assert "<h1>&lt;/title&gt;&lt;script&gt;" in board.server.ask("/run?of=runs/hostile")[1]
+
+
+def test_the_speed_on_the_first_page_is_that_of_the_report(tmp_path: Path) -> None:
+    """Not of the last step, nor of the first ones of a launch, nor of what another strategy took."""
+    path = begin(tmp_path / "run")
+    slow = {"seconds": 9.0, "tokens_per_second": 111.0}
+    write(path, head(30), *(step(number, **slow) for number in range(1, 11)))
+    steps = [step(number, **(slow if number in (*range(11, 16), 20) else {})) for number in range(11, 21)]
+    write(path, head(30), *steps, StopEvent(step=20, status="paused", seconds=1.0))
+    (shown,) = Folder(tmp_path).entries()
+    assert shown["rate"] == summary(path)["tokens_per_second"] == pytest.approx(5000 / 13)
+    write(path, *(step(number) for number in range(21, 1000)))
+    assert Folder(tmp_path).entries()[0]["rate"] == 1000, "of what it reads of a long run"
 
 
 def test_a_stream_brings_all_curves_and_then_what_is_written(board: Folders) -> None:
