@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.utils import file_baton
 
@@ -116,6 +118,83 @@ def test_the_folder_is_the_one_that_torch_uses(tmp_path: Path, monkeypatch: pyte
     assert Path(_get_build_directory("cpu_adam", verbose=False)) == extensions_root() / "cpu_adam"
 
 
+INTERRUPTED = """
+import subprocess, sys
+from pathlib import Path
+from shardwise.engines.deepspeed.runtime.extensions import compiling
+with compiling():
+    try:
+        print("compiling", flush=True)
+        subprocess.run(["sh", "-c", "setsid sh -c 'echo $$ > compiler; exec sleep 60' >&- & wait"])
+    except Exception:
+        sys.exit("as DeepSpeed has it: an operator cannot be compiled")
+    finally:
+        Path("lock").unlink()
+print("compiled")
+"""
+
+
+def test_a_request_to_stop_ends_the_compilers_and_frees_the_lock(tmp_path: Path) -> None:
+    """As ninja starts them: in groups of their own. They ran on, and the next run waited for the lock."""
+    (tmp_path / "lock").touch()
+    command = [sys.executable, "-c", INTERRUPTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "compiling\n"
+        while not (tmp_path / "compiler").exists() or not (tmp_path / "compiler").read_text():
+            time.sleep(0.01)
+        compiler = psutil.Process(int((tmp_path / "compiler").read_text()))
+        process.terminate()
+        assert (process.wait(10), process.stdout.read()) == (-signal.SIGTERM, "")
+    until = time.monotonic() + 5
+    while compiler.is_running() and compiler.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not (tmp_path / "lock").exists()
+
+
+def write_job(folder: Path) -> None:
+    (folder / "text.txt").write_text("hello world, how are you today? " * 100)
+    (folder / "job.yaml").write_text(
+        "name: run\n"
+        "model: {source: tiny-llama, weights: random, tokenizer: train, tokenizer_vocab: 300}\n"
+        "data: {train: text.txt, format: text, sequence_length: 32, eval_fraction: 0}\n"
+        "train: {steps: 1, global_batch: 2, precision: fp32}\n"
+        "strategy: zero2-offload\n"
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_deepspeed_compiles_ends_the_run_and_its_compilers(tmp_path: Path) -> None:
+    write_job(tmp_path)
+    variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "SHARDWISE_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "shardwise", "train", "job.yaml", "--processes", "2"]
+    run = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
+    )
+    started: list[psutil.Process] = []
+    until = time.monotonic() + 120
+    try:
+        while not any("ninja" in one.info["name"] for one in started):
+            assert run.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.5)
+            every = {one.pid: one for one in psutil.process_iter(["name"])}
+            started = [every[one.pid] for one in psutil.Process(run.pid).children(True) if one.pid in every]
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=15)
+        found = run.returncode, err.count("error: stopped before"), "Traceback" in err
+        assert found == (130, 1, False), err
+        assert not (tmp_path / "ext" / "cpu_adam" / "lock").exists()
+        time.sleep(1)
+        assert not [one for one in started if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for one in started:
+            if one.is_running():
+                one.kill()
+        run.kill()
+
+
 @pytest.mark.slow
 def test_training_with_an_offloaded_optimizer_does_not_wait_for_an_old_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,14 +207,7 @@ def test_training_with_an_offloaded_optimizer_does_not_wait_for_an_old_lock(
         shutil.copytree(compiled, extensions / "cpu_adam", dirs_exist_ok=True)
     (extensions / "cpu_adam" / "lock").touch()
     age(extensions / "cpu_adam" / "lock", STALE_SECONDS + 1)
-    (tmp_path / "text.txt").write_text("hello world, how are you today? " * 100)
-    (tmp_path / "job.yaml").write_text(
-        "name: run\n"
-        "model: {source: tiny-llama, weights: random, tokenizer: train, tokenizer_vocab: 300}\n"
-        "data: {train: text.txt, format: text, sequence_length: 32, eval_fraction: 0}\n"
-        "train: {steps: 1, global_batch: 2, precision: fp32}\n"
-        "strategy: zero2-offload\n"
-    )
+    write_job(tmp_path)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
     done = subprocess.run(

@@ -27,7 +27,7 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
 from shardwise.engines.deepspeed.policy import decides_on_gpu, records, steps_on_gpu
-from shardwise.engines.deepspeed.runtime.extensions import needed_operators, wait_for_locks
+from shardwise.engines.deepspeed.runtime.extensions import compiling, needed_operators, wait_for_locks
 from shardwise.engines.deepspeed.runtime.patches import (
     DEEPSPEED,
     drop_first_batch_check,
@@ -93,7 +93,8 @@ class DeepSpeedEngine:
         if world.local_disks:
             self._config["checkpoint"] = {"use_node_local_storage": True}  # of its own files
         _prepare_deepspeed(world)
-        wait_for_locks(needed_operators(strategy))
+        with compiling():
+            wait_for_locks(needed_operators(strategy))
         import deepspeed
 
         move_buffers(module, world.device)
@@ -109,7 +110,7 @@ class DeepSpeedEngine:
                 block.register_forward_pre_hook(require_input_gradient)
             deepspeed.utils.set_z3_leaf_modules(module, list({type(block) for block in blocks}))
         parallel = strategy.tensor_parallel > 1
-        with cut_by_plan(module) if parallel else nullcontext():
+        with compiling(), cut_by_plan(module) if parallel else nullcontext():
             self._engine, self._optimizer, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=_make_optimizer(strategy, parameter_groups(trainable(module), by_name), optimizer),

@@ -5,9 +5,15 @@ others wait until it is removed: forever, if that process was killed.
 """
 
 import logging
+import os
+import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
+
+import psutil
 
 from shardwise.strategy import Strategy
 
@@ -45,3 +51,24 @@ def wait_for_locks(operators: Iterable[str]) -> None:
                 logger.warning(message, lock.parent.name, lock)
                 message = ""
             time.sleep(0.2)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Within, SIGTERM ends this process and its compilers, which take minutes: nothing is there to save."""
+    before = signal.signal(signal.SIGTERM, _end_compilers)
+    try:
+        yield
+    except KeyboardInterrupt:  # of which DeepSpeed makes no other; torch has removed its lock
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end_compilers(*_: object) -> NoReturn:
+    """Those that ninja has started are in process groups of their own, which the launcher does not know."""
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    raise KeyboardInterrupt
