@@ -21,6 +21,7 @@ from shardwise.errors import JobError
 from shardwise.job.schema import Model
 from shardwise.kernels.fused import fuse_gelu
 from shardwise.models import adapters
+from shardwise.models.causality import check_causal
 from shardwise.models.expert_biases import sum_in_parallel
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
@@ -94,6 +95,7 @@ def build_model(
     built = _construct(config, model, dtype)
     total = count_parameters(built)
     check_shape(built, model, found)
+    check_causal(built)
     build_buffers(built, masks=masks)
     notes = [] if sequence_length is None else fix_frequencies(built, sequence_length)
     notes += router_note(built)
