@@ -25,7 +25,7 @@ from shardwise.models.causality import check_causal
 from shardwise.models.expert_biases import sum_in_parallel
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
-from shardwise.models.rotary import fix_frequencies
+from shardwise.models.rotary import check_base, fix_frequencies, in_parameters
 from shardwise.models.router_loss import router_note
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
@@ -184,12 +184,13 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
         config = _parse(model, found, {})
         if model.config or vocab_size is not None:
             _check_keys(model.config, config)
-            changes = dict(model.config)
+            changes = in_parameters(dict(model.config), found.config)
             if vocab_size is not None:  # of a new tokenizer: ids of special tokens no longer apply
                 ids = ("bos_token_id", "eos_token_id", "pad_token_id")
                 dropped = {name: None for name in ids if getattr(config, name, None) is not None}
                 changes |= {"vocab_size": vocab_size, **dropped}
             config = _parse(model, found, changes)
+            check_base(model.config, config)
     except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
         raise refused("transformers refuses the config", error, model, fix="correct the values") from None
     family = family_of(config)
@@ -227,14 +228,17 @@ def _parse(model: Model, found: Source, changes: dict[str, Any]) -> PretrainedCo
         if "auto_map" in values:
             fix = "set model.trust_remote_code and a revision if the repository brings code you trust"
         raise JobError(what, where=f"model.source: {model.source}", fix=fix)
-    left = ("auto_map", "quantization_config")  # weights in mxfp4 are unpacked
+    left = ["auto_map", "quantization_config"]  # weights in mxfp4 are unpacked
+    left += ["rope_scaling"] if "rope_parameters" in changes else []  # the file's would replace the job's
     plain = {key: value for key, value in {**values, **changes}.items() if key not in left}
     return CONFIG_MAPPING[kind].from_dict(copy.deepcopy(plain))
 
 
 def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:
     """Refuse keys that the architecture does not have: transformers accepts and ignores them."""
-    known = {*config.to_dict(), *config.attribute_map, "rope_theta", "rope_scaling"}
+    known = {*config.to_dict(), *config.attribute_map}
+    if hasattr(config, "rope_parameters"):  # the names before transformers 5
+        known |= {"rope_theta", "rope_scaling"}
     for key in changes:
         if key.startswith("_") or key in ("model_type", "auto_map") or key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -20,6 +20,41 @@ FIXED = "fixed"
 """A rope type that transformers does not know, and so never recomputes."""
 
 
+def in_parameters(changes: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A job's changes of a config's `values`, those of rotary positions in `rope_parameters` if it has them.
+
+    transformers ignores a `rope_theta` beside them, and takes a `rope_scaling` for all of them, so that the
+    model's own base is lost. Raises JobError for a base that is no number.
+    """
+    base = changes.get("rope_theta", 1.0)
+    if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0.0 < base < float("inf"):
+        what = f"rope_theta, the base of rotary positions, cannot be {base!r}"
+        raise JobError(what, where="model.config.rope_theta", fix="a number above 0, such as 500000.0")
+    given = changes.get("rope_parameters", values.get("rope_parameters"))
+    named = {"rope_theta", "rope_scaling"} & changes.keys()
+    if not named or not isinstance(given, dict) or any(isinstance(part, dict) for part in given.values()):
+        return changes
+    rope = dict(given)
+    if "rope_scaling" in named:
+        rope = {key: given[key] for key in ("rope_theta", "partial_rotary_factor") if key in given}
+        rope |= changes["rope_scaling"] or {}
+    if "rope_theta" in named:
+        rope["rope_theta"] = base
+    return {**{k: v for k, v in changes.items() if k != "rope_scaling"}, "rope_parameters": rope}
+
+
+def check_base(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
+    """Raise JobError where a `rope_theta` among the job's changes is the base of no layer of `config`."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    bases = [part.get("rope_theta") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    if "rope_theta" in changes and changes["rope_theta"] not in bases:
+        what = (
+            f"rope_theta changes nothing: each kind of layer of {config.model_type} models has its own base"
+        )
+        fix = "set rope_parameters, as the model's config.json has them"
+        raise JobError(what, where="model.config.rope_theta", fix=fix)
+
+
 @torch.no_grad()
 def fix_frequencies(model: PreTrainedModel, sequence_length: int) -> list[str]:
     """Fix them in place, for rows of at most `sequence_length` tokens, and return notes for people.
