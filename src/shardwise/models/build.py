@@ -191,7 +191,7 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
                 changes |= {"vocab_size": vocab_size, **dropped}
             config = _parse(model, found, changes)
             check_base(model.config, config)
-    except (StrictDataclassError, ArithmeticError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ArithmeticError, AttributeError, ValueError, TypeError, KeyError) as error:
         raise refused("transformers refuses the config", error, model, fix="correct the values") from None
     family = family_of(config)
     if family.mixes_tokens and getattr(config, family.mixes_tokens, False):
@@ -239,6 +239,9 @@ def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:
     known = {*config.to_dict(), *config.attribute_map}
     if hasattr(config, "rope_parameters"):  # the names before transformers 5
         known |= {"rope_theta", "rope_scaling"}
+    if "dtype" in changes:
+        what = "`train.precision` decides the dtype, whatever the config names"
+        raise JobError(what, where="model.config.dtype", fix="remove it, and set train.precision")
     for key in changes:
         if key.startswith("_") or key in ("model_type", "auto_map") or key not in known:
             near = difflib.get_close_matches(key, known, n=1)

@@ -104,3 +104,20 @@ def test_a_base_that_would_change_nothing_is_refused(source: str, config: dict[s
         bases(source, **config)
     assert what in caught.value.problems[0].what
     assert caught.value.problems[0].where.startswith("model.config.rope_")
+
+
+@pytest.mark.parametrize("name", ["float8", "float16"])
+def test_a_dtype_that_would_change_nothing_is_refused(name: str) -> None:
+    with pytest.raises(JobError) as caught:
+        bases("tiny-llama", dtype=name)
+    assert caught.value.problems[0].fix == "remove it, and set train.precision"
+
+
+def test_a_dtype_of_the_file_that_torch_does_not_know_is_refused(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float8"}))
+    with pytest.raises(
+        JobError, match="refuses the config: module 'torch' has no attribute 'float8'"
+    ) as caught:
+        bases(folder)
+    assert caught.value.problems[0].where == f"model.source: {folder}"
