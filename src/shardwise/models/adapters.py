@@ -45,10 +45,10 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
         _check_targets(lora.targets, candidates, model)
-    elif has_stacked_experts(model) or _routers(model):
-        targets = sorted(_last_names(candidates) - taken_for_experts(model))
     elif only:
-        targets = list(only)  # PEFT would read `all-linear` as layers that a kernel reads, too
+        targets = list(only)
+    elif has_stacked_experts(model) or left_out(model):  # PEFT would read `all-linear` as these, too
+        targets = sorted(_last_names(candidates) - taken_for_experts(model))
     chosen = [m for name, m in candidates.items() if targets == "all-linear" or _named(name, targets)]
     _check_rank(lora.rank, chosen)
     config = LoraConfig(
@@ -57,6 +57,8 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        # of the same last name as others
+        exclude_modules=[name for name in left_out(model) if _named(name, targets)] or None,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in candidates.values()),
         use_dora="dora" in lora.variants,
         use_rslora="rslora" in lora.variants,
@@ -114,9 +116,9 @@ def quiet_peft() -> Iterator[None]:
 
 
 def linear_modules(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
-    """Layers that can have an adapter, by name: every linear layer that is called, but head and routers."""
-    uncalled = {*family_of(model.config).kernel_reads, *_routers(model)}
-    return {name: module for name, module in _linear(model).items() if not _named(name, uncalled)}
+    """Layers that can have an adapter, by name: every linear layer but the head and those left out."""
+    without = left_out(model)
+    return {name: module for name, module in _linear(model).items() if name not in without}
 
 
 def _linear(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
@@ -124,9 +126,50 @@ def _linear(model: PreTrainedModel) -> dict[str, nn.Linear | Conv1D]:
     return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
 
 
-def _routers(model: PreTrainedModel) -> list[str]:
-    """Linear layers that send tokens to experts; some return more than a product, which PEFT refuses."""
-    return [name for name in _linear(model) if {"router", "gate"} & {*name.split(".")}]
+_LEFT_OUT = {
+    **dict.fromkeys(("router", "gate"), "sends tokens to experts"),  # some return more than a product
+    "indexer": "only chooses tokens, and gets no gradient",
+    **dict.fromkeys(("encoder_attn", "crossattention"), "attends to an encoder, which is not here"),
+    "correction_coefs": "is read by the model without being called",  # Gemma-3n's
+}
+"""Parts of names of layers that can have no adapter, and why."""
+
+
+def left_out(model: PreTrainedModel) -> dict[str, str]:
+    """Linear layers that can have no adapter, by name, and why."""
+    reads, found = family_of(model.config).kernel_reads, dict[str, str]()
+    for name, layer in _linear(model).items():
+        parent: Any = model.get_submodule(name.rpartition(".")[0])
+        # a state space's mixer, whose kernel takes this weight; delta rules have no D
+        mixer = name.endswith(".out_proj") and hasattr(parent, "A_log") and hasattr(parent, "D")
+        if part := next((part for part in name.split(".") if part in _LEFT_OUT), None):
+            found[name] = _LEFT_OUT[part]
+        elif mixer or _named(name, reads):
+            found[name] = "is read by a kernel without being called"
+        elif not _multiplies(layer):
+            found[name] = "is no plain product"
+    return found
+
+
+def left_out_notes(model: PreTrainedModel) -> list[str]:
+    """For people: layers without an adapter that might be expected to have one."""
+    told = dict[str, set[str]]()
+    for name, why in left_out(model).items():
+        if why != _LEFT_OUT["router"] and not _named(name, family_of(model.config).kernel_reads):
+            parts = name.split(".")
+            told.setdefault(why, set()).add(next((part for part in parts if part in _LEFT_OUT), parts[-1]))
+    return [f"no adapter for {', '.join(sorted(names))}: it {why}" for why, names in told.items()]
+
+
+def _multiplies(layer: nn.Linear | Conv1D) -> bool:
+    """Whether a layer gives what PEFT adds the adapter's product to; DeepSeek-V4 has one in groups."""
+    if isinstance(layer, QuantizedLinear) or type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    given = torch.empty(1, 2, layer.in_features, dtype=layer.weight.dtype, device=layer.weight.device)
+    try:
+        return layer(given).shape == (1, 2, layer.out_features)
+    except (RuntimeError, AttributeError):
+        return False
 
 
 def has_stacked_experts(model: nn.Module) -> bool:
@@ -226,6 +269,11 @@ def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrai
         what = f"the kernel reads the weights of {', '.join(read)} itself: an adapter would train nothing"
         raise JobError(what, where=_WHERE, fix=f"targets: [{', '.join(family.lora_targets)}]")
     known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
+    for target in targets:
+        why = {reason for name, reason in left_out(model).items() if _named(name, [target])}
+        if why and not any(_named(name, [target]) for name in names):
+            what = f"{target} can have no adapter: it {' or '.join(sorted(why))}"
+            raise JobError(what, where=_WHERE, fix=known)
     unknown = [t for t in targets if not any(_named(name, [t]) for name in names)]
     if unknown:
         what = f"no linear module is called {', '.join(map(repr, unknown))}"

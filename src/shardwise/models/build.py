@@ -112,7 +112,7 @@ def build_model(
         if source.unused:
             unused = f"{len(source.unused)} of the files' tensors, e.g. {source.unused[0]}"
             notes.append(f"the model has no place for {unused}")
-    notes += _expert_notes(built, model)
+    notes += _adapter_notes(built, model)
     if model.quantization != "none":
         adapters.quantize_linears(built, model.quantization)
     peft = None
@@ -137,16 +137,18 @@ def build_model(
     )
 
 
-def _expert_notes(built: PreTrainedModel, model: Model) -> list[str]:
-    """What LoRA and quantisation leave out of a mixture of experts."""
-    if model.lora is None or not adapters.has_stacked_experts(built):
+def _adapter_notes(built: PreTrainedModel, model: Model) -> list[str]:
+    """What LoRA and quantisation leave out, of a mixture of experts and of linear layers."""
+    if model.lora is None:
         return []
-    notes = ["the experts get no adapter: they are not linear modules"]
-    if taken := adapters.taken_for_experts(built):
-        notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
-    if model.quantization != "none":
-        notes.append("the experts are not quantised: they are not linear modules")
-    return notes
+    notes = list[str]()
+    if adapters.has_stacked_experts(built):
+        notes.append("the experts get no adapter: they are not linear modules")
+        if taken := adapters.taken_for_experts(built):
+            notes.append(f"nor do {', '.join(sorted(taken))}: PEFT takes these names for the experts'")
+        if model.quantization != "none":
+            notes.append("the experts are not quantised: they are not linear modules")
+    return notes + adapters.left_out_notes(built)
 
 
 def _construct(config: PretrainedConfig, model: Model, dtype: torch.dtype) -> PreTrainedModel:
