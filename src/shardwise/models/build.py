@@ -255,7 +255,8 @@ def _check_keys(changes: dict[str, Any], config: PretrainedConfig) -> None:
 def check_shape(built: nn.Module, model: Model, found: Source) -> None:
     """Raise JobError for shapes that transformers builds and that cannot train.
 
-    Those are models without blocks, and query heads that cannot share the key-value heads evenly.
+    Those are models without blocks, query heads that cannot share the key-value heads evenly, and experts of
+    sizes that torch's grouped product refuses. transformers' loop over experts takes them, but no trace does.
     """
     named = model.source if found.folder is None else f"{found.folder}/config.json"
     where = "model.config" if model.config else named
@@ -273,6 +274,16 @@ def check_shape(built: nn.Module, model: Model, found: Source) -> None:
             what = f"{heads} attention heads cannot share {shared} key-value heads evenly"
             fix = f"one of {fitting}, or another num_attention_heads"
             raise JobError(what, where=f"{where}: num_key_value_heads", fix=fix)
+        grouped = getattr(config, "_experts_implementation", None) == "grouped_mm"
+        down = getattr(module, "down_proj", None)
+        if grouped and hasattr(module, "is_transposed") and isinstance(down, nn.Parameter):
+            inner, outer = down.shape[1:] if module.is_transposed else reversed(down.shape[1:])
+            step = 16 // down.element_size()
+            if inner % step or outer % step:
+                sizes = f"hidden_size {outer} and intermediate_size {inner}"
+                what = f"torch's grouped product takes rows of multiples of 16 bytes, no experts of {sizes}"
+                fix = f"multiples of {step} for both"
+                raise JobError(what, where=where, fix=fix)
 
 
 def check_length(built: BuiltModel, sequence_length: int) -> None:

@@ -17,6 +17,7 @@ from shardwise.job.schema import Lora, Model
 from shardwise.models import build as build_module
 from shardwise.models.build import BuiltModel, build_model, check_length
 from shardwise.models.structure import checkpoint_blocks, copied
+from tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 Saved = Callable[..., Model]
@@ -277,6 +278,32 @@ def test_heads_that_cannot_share_keys_are_refused_where_they_stand(
     assert error.problems[0].what == f"4 attention heads cannot share {shared} key-value heads evenly"
     assert error.problems[0].where == f"{model.source}/config.json: num_key_value_heads"
     assert error.problems[0].fix == "one of 1, 2, 4, or another num_attention_heads"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype", "step"),
+    [(32, 18, torch.float32, 4), (36, 16, torch.bfloat16, 8), (32, 20, torch.bfloat16, 8)],
+)
+def test_experts_of_sizes_that_torch_does_not_multiply_in_groups_are_refused(
+    tmp_path: Path, hidden: int, inner: int, dtype: torch.dtype, step: int
+) -> None:
+    """transformers builds them, and its own step fails."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner, "head_dim": 8}
+    tiny_model("qwen3_moe", **sizes).config.save_pretrained(tmp_path)
+    with pytest.raises(JobError) as caught:
+        build_model(Model(source=str(tmp_path), weights="random"), dtype=dtype, seed=0)
+    problem = caught.value.problems[0]
+    assert f"hidden_size {hidden} and intermediate_size {inner}" in problem.what
+    assert problem.where == f"{tmp_path}/config.json"
+    assert problem.fix == f"multiples of {step} for both"
+    ids = torch.arange(3, 20)[None]
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        tiny_model("qwen3_moe", **sizes).to(dtype)(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_experts_of_sizes_that_fit_the_precision_are_taken(tmp_path: Path) -> None:
+    tiny_model("qwen3_moe", moe_intermediate_size=20).config.save_pretrained(tmp_path)
+    assert build(Model(source=str(tmp_path), weights="random")).total > 0
 
 
 @pytest.mark.parametrize("layers", [0, -1])
