@@ -110,11 +110,28 @@ def build_buffers(model: PreTrainedModel, *, masks: bool = True) -> None:
                 empty = torch.empty_like(buffers[name], device="cpu")
                 buffers[name] = empty.fill_(float("nan") if empty.is_floating_point() else 0)
             initialiser._init_weights(module)
-            for name in names:
-                if buffers[name].is_floating_point() and bool(buffers[name].isnan().any()):
-                    what = f"the model's code does not compute {name} of {type(module).__name__}"
-                    fix = "use a model that transformers itself implements"
-                    raise JobError(what, where="model.source", fix=fix)
+        unset = _unset(model)
+        if unset:  # a parent may set them, as Falcon-H1's decoder does those of its layers
+            for module, initialiser in list(children_first(model, model)):
+                if [*module.children()] and not module._buffers:
+                    initialiser._init_weights(module)
+            unset = _unset(model)
+        for module, name in unset:
+            what = f"the model's code sets {name} of {type(module).__name__} only when it is built in memory"
+            raise JobError(what, where="model.source", fix="use a model whose _init_weights sets all buffers")
+
+
+def _unset(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Buffers on the CPU that no file holds and that have no values yet, with their modules."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+        if (buffer := module._buffers[name]) is not None
+        and buffer.is_floating_point()
+        and not buffer.is_meta
+        and bool(buffer.isnan().any())
+    ]
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], *, every: int) -> None:
