@@ -41,12 +41,9 @@ def add_lora(model: PreTrainedModel, lora: Lora, *, source: str, revision: str |
     from peft import LoraConfig, TaskType, get_peft_model  # imports a second's worth of compilers
 
     candidates, dtype = linear_modules(model), model.dtype
-    only = family_of(model.config).lora_targets
     targets: str | list[str] = lora.targets
     if isinstance(lora.targets, list):
         _check_targets(lora.targets, candidates, model)
-    elif only:
-        targets = list(only)
     elif has_stacked_experts(model) or left_out(model):  # PEFT would read `all-linear` as these, too
         targets = sorted(_last_names(candidates) - taken_for_experts(model))
     chosen = [m for name, m in candidates.items() if targets == "all-linear" or _named(name, targets)]
@@ -136,16 +133,17 @@ _LEFT_OUT = {
 
 
 def left_out(model: PreTrainedModel) -> dict[str, str]:
-    """Linear layers that can have no adapter, by name, and why."""
-    reads, found = family_of(model.config).kernel_reads, dict[str, str]()
+    """Layers that might have an adapter and cannot, by name, and why."""
+    read, reads = "is read by a kernel without being called", family_of(model.config).kernel_reads
+    found = {name: read for name, _ in model.named_modules() if _named(name, reads)}
     for name, layer in _linear(model).items():
         parent: Any = model.get_submodule(name.rpartition(".")[0])
         # a state space's mixer, whose kernel takes this weight; delta rules have no D
         mixer = name.endswith(".out_proj") and hasattr(parent, "A_log") and hasattr(parent, "D")
         if part := next((part for part in name.split(".") if part in _LEFT_OUT), None):
             found[name] = _LEFT_OUT[part]
-        elif mixer or _named(name, reads):
-            found[name] = "is read by a kernel without being called"
+        elif mixer:
+            found[name] = read
         elif not _multiplies(layer):
             found[name] = "is no plain product"
     return found
@@ -263,11 +261,7 @@ def _check_rank(rank: int, layers: Iterable[nn.Linear | Conv1D]) -> None:
 
 def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
     """Refuse targets that would get no adapter; PEFT accepts a list if one of its names matches."""
-    names, taken, family = list(candidates), taken_for_experts(model), family_of(model.config)
-    read = [t for t in targets if _named(t, family.kernel_reads)]
-    if read:
-        what = f"the kernel reads the weights of {', '.join(read)} itself: an adapter would train nothing"
-        raise JobError(what, where=_WHERE, fix=f"targets: [{', '.join(family.lora_targets)}]")
+    names, taken = list(candidates), taken_for_experts(model)
     known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
     for target in targets:
         why = {reason for name, reason in left_out(model).items() if _named(name, [target])}

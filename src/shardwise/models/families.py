@@ -54,8 +54,6 @@ class Family:
     """Every softmax of its attention has one more term, which its head learns (`kernels.sinks`)."""
     fp32_parameters: bool = False
     """Holds some parameters in fp32 whatever the job's precision (decision 0019)."""
-    lora_targets: tuple[str, ...] = ()
-    """What `all-linear` means here; empty: every linear layer that is called, but the output head."""
     kernel_reads: tuple[str, ...] = ()
     """Layers whose weights a kernel reads without calling them: they cannot have an adapter."""
     not_multiplied: tuple[str, ...] = ()
