@@ -151,12 +151,12 @@ def left_out(model: PreTrainedModel) -> dict[str, str]:
 
 def left_out_notes(model: PreTrainedModel) -> list[str]:
     """For people: layers without an adapter that might be expected to have one."""
-    told = dict[str, set[str]]()
+    noted = dict[str, set[str]]()
     for name, why in left_out(model).items():
         if why != _LEFT_OUT["router"] and not _named(name, family_of(model.config).kernel_reads):
             parts = name.split(".")
-            told.setdefault(why, set()).add(next((part for part in parts if part in _LEFT_OUT), parts[-1]))
-    return [f"no adapter for {', '.join(sorted(names))}: it {why}" for why, names in told.items()]
+            noted.setdefault(why, set()).add(next((part for part in parts if part in _LEFT_OUT), parts[-1]))
+    return [f"no adapter for {', '.join(sorted(names))}: it {why}" for why, names in noted.items()]
 
 
 def _multiplies(layer: nn.Linear | Conv1D) -> bool:

@@ -23,7 +23,7 @@ FIXED = "fixed"
 def in_parameters(changes: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """A job's changes of a config's `values`, those of rotary positions in `rope_parameters` if it has them.
 
-    transformers ignores a `rope_theta` beside them, and takes a `rope_scaling` for all of them, so that the
+    transformers ignores a `rope_theta` next to them, and takes a `rope_scaling` for all of them, so that the
     model's own base is lost. Raises JobError for a base that is no number.
     """
     base = changes.get("rope_theta", 1.0)

@@ -26,6 +26,7 @@ _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 _ITEM = torch.ops.aten._local_scalar_dense.default
 
 _NONZERO = torch.ops.aten.nonzero.default
+_GROUPED = torch.ops.aten._grouped_mm.default
 
 _is_view = cache(is_view)
 
@@ -245,13 +246,19 @@ class Results:
         if key in self._makers:
             made = tuple(make() for make in self._makers[key])
             return made[0] if len(made) == 1 else made
-        result = function(*args, **kwargs)
+        result = _grouped(*args, **kwargs) if function is _GROUPED else function(*args, **kwargs)
         values = result if isinstance(result, tuple) else (result,)
         if _is_functional(function) and _are_new(values, tensors_in((*args, *kwargs.values()))):
             self._makers[key] = [_maker(value) for value in values]
         elif _only_writes_first(function) and result is args[0]:
             self._in_place.add(key)
         return result
+
+
+def _grouped(left: Tensor, right: Tensor, *others: Any, **options: Any) -> Tensor:
+    """Experts' products in any dtype, as CUDA has them; torch's meta function knows bf16 alone."""
+    low = (tensor.to(torch.bfloat16) for tensor in (left, right))
+    return _GROUPED(*low, *others, **options).to(left.dtype)  # type: ignore[no-any-return]
 
 
 def form(value: Any) -> Any:

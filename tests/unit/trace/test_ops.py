@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from shardwise.kernels.target import HOPPER
@@ -22,9 +23,10 @@ def recorded(action) -> list[Op]:
     return list(recorder.ops)
 
 
-def test_experts_share_the_tokens_in_all_three_of_their_products() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_experts_share_the_tokens_in_all_three_of_their_products(dtype: torch.dtype) -> None:
     experts, tokens, k, n = 8, 1024, 64, 96
-    x, w = values(tokens, k), values(experts, k, n)
+    x, w = (values(*shape).detach().to(dtype).requires_grad_() for shape in ((tokens, k), (experts, k, n)))
     ends = torch.empty(experts, device=META, dtype=torch.int32)
 
     def step() -> None:
@@ -32,6 +34,9 @@ def test_experts_share_the_tokens_in_all_three_of_their_products() -> None:
         out.backward(torch.empty_like(out))
 
     found = [op for op in recorded(step) if op.name == "_grouped_mm"]
+    assert {op.item_bytes for op in found} == {x.element_size()}
+    assert x.grad is not None
+    assert x.grad.dtype == dtype
     assert {op.flops for op in found} == {2.0 * tokens * k * n}
     assert len(found) == 3
     assert all(op.shape[:2] == (experts, tokens // experts) for op in found)
