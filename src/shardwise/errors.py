@@ -105,15 +105,17 @@ def what_of(error: BaseException) -> str:
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WRITE_ERRORS = (*FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
+_DENIED = (errno.EACCES, errno.EPERM)
+WRITE_ERRORS = (*FULL, *_DENIED, errno.EROFS, errno.EISDIR)
 """Numbers of an OSError that say the machine does not let a file be written."""
 
 
 def unwritten(error: OSError) -> MachineError:
     """One of WRITE_ERRORS as an error for the user."""
-    denied = error.errno in (errno.EACCES, errno.EPERM)  # to read it, perhaps
-    what = f"it cannot be {'opened' if denied else 'written'}: {error.strerror}"
-    fix = f"{'give permission' if denied else 'make room'}, or name another place"
+    done = "opened" if error.errno in _DENIED else "written"  # to read it, perhaps
+    what = f"it cannot be {done}: {error.strerror}"
+    remedies = {errno.EROFS: "mount it writable"} | dict.fromkeys(_DENIED, "give permission")
+    fix = f"{remedies.get(error.errno or 0, 'make room')}, or name another place"
     return MachineError(what, where=str(error.filename or "stdout"), fix=fix)
 
 

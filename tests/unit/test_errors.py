@@ -99,10 +99,14 @@ def test_an_error_of_what_the_models_code_calls_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "what"),
-    [(errno.EACCES, "opened: Permission denied"), (errno.ENOSPC, "written: No space left")],
+    ("number", "what", "fix"),
+    [
+        (errno.EACCES, "opened: Permission denied", "give permission"),
+        (errno.ENOSPC, "written: No space left", "make room"),
+        (errno.EROFS, "written: Read-only file system", "mount it writable"),
+    ],
 )
-def test_a_file_without_permission_may_have_been_for_reading(number: int, what: str) -> None:
+def test_a_file_without_permission_may_have_been_for_reading(number: int, what: str, fix: str) -> None:
     shown = unwritten(OSError(number, os.strerror(number), "there"))
     assert shown.problems[0].what.startswith(f"it cannot be {what}")
-    assert ("make room" in shown.problems[0].fix) == (number == errno.ENOSPC)
+    assert shown.problems[0].fix == f"{fix}, or name another place"

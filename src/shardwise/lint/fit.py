@@ -57,7 +57,7 @@ class Fit:
             needs = f"{in_words(self.option.strategy)} needs {' and '.join(lacks)}"
             what = f"it does not fit {self.gpus}: {needs}"
             fix = self.nearest or "`shardwise plan` shows what fits"
-        elif host is None and memory.host_bytes:
+        elif host is None and memory.host_bytes >= 2**30:
             severity, what = "warning", f"it fits only if there are {of_host}, which --gpus does not state"
             fix = f"--gpus ...+{-(-memory.host_bytes // 2**30)}GiB, if a host has that much (`free -g`)"
         else:

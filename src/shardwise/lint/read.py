@@ -31,6 +31,7 @@ LOADS_YAML = re.compile(r"yaml\.(safe_)?load\(|parse_yaml_file\(|H4ArgumentParse
 _MAGIC = pattern("of_ipython")
 _PYTHON_BELOW = re.compile(r"\A%%(?:time|timeit|capture|prun)\b.*")  # what follows this first line is code
 _PLACEHOLDER = re.compile(r"(?m)[=(,+] *<[A-Za-z][\w ./-]*>")
+_MANIFEST = re.compile(r"(?m)^apiVersion:")  # Kubernetes', of one document or several
 NO_PYTHON = "# not Python: "  # what lines of a notebook's cells begin with that nobody can run
 BYTE_ORDER_MARK = "\ufeff"
 
@@ -97,7 +98,7 @@ def read(text: str, name: str, *, other: Kind | None = None) -> Document:
         return _script(text, name)
     elif is_command(text) or name.endswith(_SHELLS) or re.match(r"#!.*\b(ba|z|k)?sh\b", text):
         return read_shell(text, name, plain=True, starts=other is None)
-    elif name.endswith((".toml", ".md", ".txt")):
+    elif name.endswith((".toml", ".md", ".txt")) or _MANIFEST.search(text):
         raise UnreadableError(UNKNOWN, line=1, fix=f"name {WHAT}")
     else:
         document = read_yaml(text, name)

@@ -304,7 +304,7 @@ def warmup_steps(optimizer: Optimizer, steps: int) -> int:
 
 
 def check_warmup(optimizer: Optimizer, steps: int) -> None:
-    """JobError where the peak is never reached. A job that names its steps is checked as it is read."""
+    """JobError where no step follows the warm-up. A job that names its steps is checked as it is read."""
     warmup = warmup_steps(optimizer, steps)
     if warmup >= steps and warmup > 0:
         what = f"a warm-up of {warmup} steps does not end within the {steps} steps of train.epochs"

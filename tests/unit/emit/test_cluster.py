@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardwise.app.check import check
 from shardwise.cli import main
 from shardwise.emit.batch import STOP_SECONDS
 from shardwise.emit.cluster import FILES, FINAL, WORK
@@ -27,6 +28,7 @@ from shardwise.errors import (
     StoppedError,
 )
 from shardwise.job.source import job_values
+from shardwise.lint.read import UNKNOWN
 from shardwise.strategy import Strategy
 
 JOB = "name: My_run\nmodel: {source: org/model}\ndata: {train: qa.jsonl}\n"
@@ -50,6 +52,17 @@ def made(target: Target, *, nodes: int = 2, own: bool = True, folder: str = "/en
 
 def documents(emitted: Emitted, name: str) -> dict[str, Any]:
     return {one["kind"]: one for one in yaml.safe_load_all(emitted.files[name])}
+
+
+def test_check_does_not_judge_manifests(tmp_path: Path) -> None:
+    """`---` between documents is no mistake in them."""
+    files = {**made("skypilot").files, **made("kubernetes").files}
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    (tmp_path / "qa.jsonl").write_text('{"text": "a"}')
+    found = check([str(tmp_path / file) for file in files]).findings
+    assert {one.severity for one in found} == {"note"}
+    assert f"{UNKNOWN}; in 3 places" in [one.what for one in found]
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -30,7 +30,7 @@ Need = Callable[[Strategy], float]
 """GiB on a GPU."""
 
 
-def planner(need: Need) -> Callable[[Job, Hardware], Plan]:
+def planner(need: Need, host_bytes: int = 0) -> Callable[[Job, Hardware], Plan]:
     """The real search over the real space of strategies; only how much each needs is made up."""
 
     def predicted(strategy: Strategy, hardware: Hardware) -> Prediction:
@@ -42,7 +42,7 @@ def planner(need: Need) -> Callable[[Job, Hardware], Plan]:
             outside_allocator_bytes=0,
             capacity_bytes=hardware.gpu.memory_bytes,
             terms=MemoryTerms(**{**none, "weights_bytes": needed}),
-            host_bytes=0,
+            host_bytes=host_bytes,
         )
         seconds: dict[str, Any] = dict.fromkeys(Time.__dataclass_fields__, 0.0)
         cost = (
@@ -241,6 +241,23 @@ def test_each_of_several_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "fit of big.yaml: does not fit 4 x" in report.text()
     assert report.failed
     assert report.to_json()["fit"]["file"] == "big.yaml"
+
+
+@pytest.mark.parametrize(("host_bytes", "warned"), [(GIB - 1, False), (GIB, True)])
+def test_memory_that_each_host_has_need_not_be_stated(
+    host_bytes: int, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(job: Job, hardware: Hardware, *, making: object) -> Plan:
+        return planner(lambda _: 15.0, host_bytes)(job, hardware)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardwise.app.check.make_plan", planned)
+    Path("rows.jsonl").write_text('{"text": "a"}\n')
+    job = "name: a\nmodel: {source: llama-2-7b}\ndata: {train: rows.jsonl}\nstrategy: zero2-offload\n"
+    Path("job.yaml").write_text(f"{job}train: {{steps: 9, global_batch: 8}}\n")
+    report = check("job.yaml", gpus="4xRTX4090")
+    found = [(one.severity, one.fix) for one in report.findings if one.rule == "does-not-fit"]
+    assert found == [("warning", "--gpus ...+1GiB, if a host has that much (`free -g`)")] * warned
 
 
 @pytest.mark.parametrize(("needed", "fix"), [(40.0, "LoRA of rank 16 instead of all weights"), (15.0, "")])
