@@ -94,12 +94,10 @@ def run(spec: LaunchSpec) -> None:
             reserve_at_most_bytes=at_most,
             local_disks=spec.nodes is not None and not spec.nodes.shared,
         )
-        stop = StopSignal()
-        stop.install()  # from here on there is something to save; before, a signal simply ends the process
-        train(ready, spec, world, stop)
+        train(ready, spec, world)
 
 
-def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> None:
+def train(ready: Ready, spec: LaunchSpec, world: World) -> None:
     """Trains to the end, to `spec.max_steps`, or until asked to stop (StoppedError, exit code 75)."""
     job = ready.job
     measuring = spec.measure_steps is not None
@@ -110,6 +108,8 @@ def train(ready: Ready, spec: LaunchSpec, world: World, stop: StopSignal) -> Non
     began, mine = time.monotonic(), millijoules(world.device)
     host_millijoules()  # it counts from its first call on
     engine = make_engine(ready, world)
+    stop = StopSignal()
+    stop.install()  # from here on there is something to save; before, a signal simply ends the process
     check_weights(ready, engine)
     ready.built.weights.source.release()
     stream, evaluation = make_streams(ready, world)
