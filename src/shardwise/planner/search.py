@@ -259,9 +259,9 @@ def fit(prediction: Prediction, hardware: Hardware, *, margin: float = MARGIN) -
 def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) -> list[Option]:
     """Best first: what fits, then what is tight, each by the objective; then the rest by its excess.
 
-    Among ties for the best (TIE_FACTOR) strategies without offloading come first, then those with the least
-    memory. Within the error of the predictions, the plain process wins on one GPU, and what needs no host
-    memory where nobody has stated how much there is.
+    Among ties for the best (TIE_FACTOR) strategies without offloading come first, then those that recompute
+    nothing, then those with the least memory. Within the error of the predictions, the plain process wins on
+    one GPU, and what needs no host memory where nobody has stated how much there is.
     """
 
     def key(option: Option) -> tuple[int, float, int]:
@@ -278,7 +278,8 @@ def rank(options: Sequence[Option], objective: Objective, hardware: Hardware) ->
             lead = sure
     ties = [o for o in alike if lead and cost(o, objective) <= TIE_FACTOR * cost(lead, objective)]
     if ties:
-        memory = [(one_gpu and not _plain(o), not _on_gpu(o), o.prediction.memory.needed_bytes) for o in ties]
+        simple = [(one_gpu and not _plain(o), not _on_gpu(o), o.strategy.checkpoint_every > 0) for o in ties]
+        memory = [(*how, o.prediction.memory.needed_bytes) for how, o in zip(simple, ties, strict=True)]
         first = ties[memory.index(min(memory))]
         ranked.remove(first)
         ranked.insert(0, first)

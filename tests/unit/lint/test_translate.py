@@ -91,6 +91,22 @@ def test_buckets_are_as_large_as_the_file_says(
 
 
 @pytest.mark.parametrize(
+    ("zero", "optimizer", "parameters"),
+    [
+        ({"stage": 2, "cpu_offload": True}, "cpu", "none"),
+        ({"stage": 2, "cpu_offload": False}, "none", "none"),
+        ({"stage": 3, "cpu_offload": True, "cpu_offload_param": True}, "cpu", "cpu"),
+    ],
+)
+def test_offloading_by_its_earlier_name_is_simulated(
+    zero: dict[str, object], optimizer: str, parameters: str
+) -> None:
+    job, _ = planned(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    found = job["strategy"]
+    assert (found["offload_optimizer"], found["offload_parameters"]) == (optimizer, parameters)
+
+
+@pytest.mark.parametrize(
     ("stage", "overlaps", "left_out"),
     [(1, True, ("overlap_comm false: simulated with true",)), (2, False, ())],
 )

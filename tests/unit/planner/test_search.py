@@ -151,6 +151,20 @@ def test_of_what_is_as_good_as_the_best_nothing_offloads_that_need_not(toy) -> N
     assert rank([leaner, chosen], "memory", plan.hardware) == [leaner, chosen]
 
 
+def test_of_what_is_as_good_as_the_best_nothing_recomputes_that_need_not(toy) -> None:
+    plan = toy.plan("4xH200")
+    chosen = plan.chosen
+    assert chosen.strategy.checkpoint_every == 0
+    memory = replace(chosen.prediction.memory, peak_reserved_bytes=chosen.prediction.memory.needed_bytes // 2)
+    leaner = replace(
+        chosen,
+        strategy=replace(chosen.strategy, checkpoint_every=1),
+        prediction=replace(chosen.prediction, memory=memory),
+    )
+    assert rank([leaner, chosen], "throughput", plan.hardware) == [chosen, leaner]
+    assert rank([leaner, chosen], "memory", plan.hardware) == [leaner, chosen]
+
+
 def test_the_ranking_is_fits_then_tight_then_what_misses_by_least(toy) -> None:
     plan = toy.plan("4xRTX4090")
     assert [o.fit for o in plan.options] == sorted(

@@ -12,9 +12,12 @@ OPTIMIZER, PARAMETERS = "offload_optimizer", "offload_param"
 _CONFIG, _OFFLOAD = "deepspeed/runtime/zero/config.py", "deepspeed/runtime/zero/offload_config.py"
 
 
+_EARLIER = {OPTIMIZER: "cpu_offload", PARAMETERS: "cpu_offload_param"}  # names that still work
+
+
 def place(document: Document, which: str) -> str:
     """The device, cpu or nvme; `none` for everything else, `auto` included."""
-    value = document.get(ZERO, which, "device")
+    value = "cpu" if document.on(ZERO, _EARLIER[which]) else document.get(ZERO, which, "device")
     return value if value in ("cpu", "nvme") else "none"
 
 
