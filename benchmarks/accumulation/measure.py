@@ -5,8 +5,7 @@
 TEXT is any file; its bytes are the tokens. A Llama of 3 million random weights, then the same after 300
 steps of AdamW. "Exact" is the gradient of fp32 passes over the same bf16 weights, summed in float64. A
 micro-batch is a row of 256 bytes. `bf16` sums as ZeRO-0 and 1 do: each gradient is divided by the number of
-micro-batches first, as DeepSpeed divides the loss. One JSON line for each state and number; four minutes on
-two processors.
+micro-batches first, as DeepSpeed divides the loss. One JSON line for each state and number.
 """
 
 import copy

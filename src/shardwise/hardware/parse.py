@@ -273,7 +273,7 @@ def _did_you_mean(key: str) -> str:
     names = {_normal(gpu.name): gpu.name for gpu in gpus()}
     near = [names[found] for found in difflib.get_close_matches(key, names, n=3, cutoff=0.6)]
     asked = f"did you mean {_either(near)}? " if near else ""
-    if turned := re.fullmatch(r"(.+)x([0-9]+)", key):
+    if turned := re.fullmatch(r"(.*[0-9].*)x([0-9]+)", key):
         asked = f"the number comes first: {turned[2]}x{turned[1].upper()}. "
     return f"{asked}Known are {known_names()}. Any other card is written by its memory: 4x24GB"
 

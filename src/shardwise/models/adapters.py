@@ -261,10 +261,10 @@ def _check_rank(rank: int, layers: Iterable[nn.Linear | Conv1D]) -> None:
 
 def _check_targets(targets: list[str], candidates: Iterable[str], model: PreTrainedModel) -> None:
     """Refuse targets that would get no adapter; PEFT accepts a list if one of its names matches."""
-    names, taken = list(candidates), taken_for_experts(model)
+    names, taken, without = list(candidates), taken_for_experts(model), left_out(model)
     known = f"choose from {', '.join(sorted(_last_names(names) - taken))}, or all-linear"
     for target in targets:
-        why = {reason for name, reason in left_out(model).items() if _named(name, [target])}
+        why = {reason for name, reason in without.items() if _named(name, [target])}
         if why and not any(_named(name, [target]) for name in names):
             what = f"{target} can have no adapter: it {' or '.join(sorted(why))}"
             raise JobError(what, where=_WHERE, fix=known)

@@ -25,7 +25,7 @@ from shardwise.models.causality import check_causal
 from shardwise.models.expert_biases import sum_in_parallel
 from shardwise.models.families import REFUSED, attention_for, family_code, family_of
 from shardwise.models.file_weights import open_weights
-from shardwise.models.rotary import check_base, fix_frequencies, in_parameters
+from shardwise.models.rotary import check_rotary, fix_frequencies, in_parameters
 from shardwise.models.router_loss import router_note
 from shardwise.models.source import Source, find_source
 from shardwise.models.structure import build_buffers, count_parameters, find_blocks
@@ -191,8 +191,8 @@ def read_config(model: Model, found: Source, vocab_size: int | None) -> Pretrain
                 ids = ("bos_token_id", "eos_token_id", "pad_token_id")
                 dropped = {name: None for name in ids if getattr(config, name, None) is not None}
                 changes |= {"vocab_size": vocab_size, **dropped}
-            config = _parse(model, found, changes)
-            check_base(model.config, config)
+            published, config = config, _parse(model, found, changes)
+            check_rotary(model.config, published, config)
     except (StrictDataclassError, ArithmeticError, AttributeError, ValueError, TypeError, KeyError) as error:
         raise refused("transformers refuses the config", error, model, fix="correct the values") from None
     family = family_of(config)

@@ -4,10 +4,11 @@ A family without a row is planned and trained, too: unpacked, without fused part
 has it.
 """
 
-import tomllib
 from dataclasses import dataclass
-from importlib import import_module, resources
+from importlib import import_module
 from typing import Any, Literal, Protocol, cast
+
+from shardwise.folders import packaged
 
 Config = Any
 """A Hugging Face config; transformers is not imported, not even for its types."""
@@ -80,11 +81,10 @@ class FamilyCode(Protocol):
 
 
 def _families() -> dict[str, Family]:
-    table = tomllib.loads(resources.files("shardwise.models").joinpath("families.toml").read_text("utf-8"))
-    found = dict[str, Family]()
+    table, found = packaged("models/families.toml"), dict[str, Family]()
     for name, row in table["families"].items():
-        pairs = {**table["like"].get(row.pop("like", ""), {}), **row}.items()
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs}
+        pairs = {**table["like"].get(row.get("like"), {}), **row}.items()
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in pairs if k != "like"}
         found[name] = Family(**values)
     return found
 

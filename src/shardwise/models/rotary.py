@@ -43,16 +43,20 @@ def in_parameters(changes: dict[str, Any], values: Mapping[str, Any]) -> dict[st
     return {**{k: v for k, v in changes.items() if k != "rope_scaling"}, "rope_parameters": rope}
 
 
-def check_base(changes: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise JobError where a `rope_theta` among the job's changes is the base of no layer of `config`."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    bases = [part.get("rope_theta") for part in (rope, *rope.values()) if isinstance(part, Mapping)]
-    if "rope_theta" in changes and changes["rope_theta"] not in bases:
+def check_rotary(changes: Mapping[str, Any], before: PretrainedConfig, after: PretrainedConfig) -> None:
+    """Raise JobError where the job's `rope_theta` or `rope_scaling` has no effect on its config."""
+    named = " and ".join(key for key in ("rope_theta", "rope_scaling") if key in changes)
+    old, new = (getattr(config, "rope_parameters", None) or {} for config in (before, after))
+    if any(isinstance(part, Mapping) for part in new.values()):
+        ignored = old == new
+    else:
+        ignored = new.get("rope_theta") != changes.get("rope_theta", new.get("rope_theta"))
+    if named and ignored:
         what = (
-            f"rope_theta changes nothing: each kind of layer of {config.model_type} models has its own base"
+            f"{named} changes nothing: each kind of layer of {after.model_type} models has its own positions"
         )
         fix = "set rope_parameters, as the model's config.json has them"
-        raise JobError(what, where="model.config.rope_theta", fix=fix)
+        raise JobError(what, where=f"model.config.{named.partition(' ')[0]}", fix=fix)
 
 
 @torch.no_grad()

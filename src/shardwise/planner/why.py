@@ -17,7 +17,7 @@ WORTH_SAYING = 0.02  # Smaller shares of a step, and smaller gains, are not ment
 BF16_SUM_ERROR = 1e-3
 """Of the gradient's norm, by the square root of the number of micro-batches (benchmarks/accumulation)."""
 
-MUCH_OFF = 5e-3  # Half of what bf16 passes are off in the same measurement
+MUCH_OFF = 5e-3  # About half of what bf16 passes are off there, in the trained model
 
 ONLY = "the only one that fits"
 AS_GOOD = {"throughput": "as fast", "memory": "as lean", "energy": "as frugal"}
@@ -48,7 +48,7 @@ def reasons(
     hardware: Hardware,
     objective: Objective,
     margin: float,
-    lora: bool = False,
+    lora: bool,
 ) -> tuple[str, ...]:
     """Why this one: compared with the next best, what it needs, what limits it."""
     return (

@@ -1,6 +1,7 @@
 """Numbers of a run folder, and measurements of its steps with the units and names of the accuracy ledger."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -156,9 +157,11 @@ def _steady(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def rate(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """A run's speed in tokens per second, as `summary` has it."""
-    found: float | None = _throughput(_steady(_latest(events)), 1)["tokens_per_second"]
-    return found
+    """The speed over these events in tokens per second, by `summary`'s rule; None where they lack it."""
+    with suppress(LookupError, ArithmeticError, TypeError):  # of a log that another program wrote or changed
+        found: float | None = _throughput(_steady(_latest(events)), 1)["tokens_per_second"]
+        return found
+    return None
 
 
 def _throughput(steps: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:

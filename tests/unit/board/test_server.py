@@ -18,6 +18,7 @@ import pytest
 from board_server import Folders, Server, begin, head, step, write
 from shardwise.board.folder import Folder
 from shardwise.cli import main
+from shardwise.record.read import EVENTS
 from shardwise.record.schema import StopEvent
 from shardwise.record.write import RunFolder
 from shardwise.report.compare import summary
@@ -116,6 +117,12 @@ def test_the_speed_on_the_first_page_is_that_of_the_report(tmp_path: Path) -> No
     assert shown["rate"] == summary(path)["tokens_per_second"] == pytest.approx(5000 / 13)
     write(path, *(step(number) for number in range(21, 1000)))
     assert Folder(tmp_path).entries()[0]["rate"] == 1000, "of what it reads of a long run"
+    other = begin(tmp_path / "other")
+    write(other, head(30), step(1))
+    events = other / EVENTS
+    events.write_text(events.read_text().replace('"seconds": 1.0', '"seconds": 0.0'))
+    shown = {entry["name"]: (entry["step"], entry["rate"]) for entry in Folder(tmp_path).entries()}
+    assert shown["other"] == (1, None)
 
 
 def test_a_stream_brings_all_curves_and_then_what_is_written(board: Folders) -> None:

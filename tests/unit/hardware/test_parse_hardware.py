@@ -145,6 +145,7 @@ def test_networks(text: str, network: str, gb_s_of_a_gpu: float) -> None:
     [
         ("4xH1000", "no GPU is called 'H1000'"),
         ("4xH1000", "did you mean H100 SXM"),
+        ("4xRTX4091", "did you mean RTX 4090"),
         ("H100x8", "the number comes first: 8xH100. "),
         ("RTX 4090x2", "the number comes first: 2xRTX4090. "),
         ("RTX4080Laptop", "did you mean RTX 4080"),

@@ -97,6 +97,7 @@ def test_the_jobs_parameters_replace_the_scaling_of_a_shape() -> None:
         ("tiny-llama", {"rope_theta": 0}, "cannot be 0"),
         ("tiny-llama", {"rope_theta": float("nan")}, "cannot be nan"),
         ("gemma-3-4b", {"rope_theta": 5e5}, "rope_theta changes nothing: each kind of layer of gemma3_text"),
+        ("gemma-3-4b", {"rope_theta": 1e4}, "rope_theta changes nothing: each kind of layer of gemma3_text"),
     ],
 )
 def test_a_base_that_would_change_nothing_is_refused(source: str, config: dict[str, Any], what: str) -> None:

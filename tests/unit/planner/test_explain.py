@@ -129,7 +129,7 @@ def test_what_the_power_limit_costs_has_a_name(toy) -> None:
     parts = step_parts(shown(replace(plan, chosen=chosen), 100))
     waited = 100 * time.exposed_communication_fraction
     assert parts["lower clock (power limit), waits"] == pytest.approx(50 - waited, abs=1)
-    why = reasons(chosen, (), hardware=plan.hardware, objective="throughput", margin=0.05)
+    why = reasons(chosen, (), hardware=plan.hardware, objective="throughput", margin=0.05, lora=False)
     assert re.search(r"a lower clock at the power limit of 320 W and short waits \d\d%", " ".join(why))
 
 

@@ -47,7 +47,9 @@ def test_a_choice_that_another_is_a_little_ahead_of_says_so(toy, offloads: bool,
     time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds / 1.004)
     strategy = replace(alone, offload_optimizer="cpu") if offloads else alone
     ahead = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
-    why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    why = reasons(
+        chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05, lora=False
+    )
     expected = f"as fast as any of the 2 that fit: {in_words(strategy)} is 0.4% ahead, but {cost}"
     assert why[0] == expected
 
@@ -56,7 +58,9 @@ def test_what_is_ahead_by_less_than_is_shown_is_not_told_of(toy) -> None:
     chosen = toy.plan("4xRTX4080").chosen
     time = replace(chosen.prediction.time, step_seconds=chosen.prediction.time.step_seconds / 1.0004)
     ahead = replace(chosen, prediction=replace(chosen.prediction, time=time))
-    why = reasons(chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    why = reasons(
+        chosen, [ahead], hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05, lora=False
+    )
     assert why[0] == "the fastest of the 2 that fit"
 
 
@@ -66,7 +70,7 @@ def test_what_rounds_to_the_same_is_told_as_the_same(toy) -> None:
     strategy = replace(chosen.strategy, offload_optimizer="cpu")
     other = replace(chosen, strategy=strategy, prediction=replace(chosen.prediction, time=time))
     about = {"hardware": parse_hardware("4xRTX4080"), "objective": "throughput"}
-    why = reasons(chosen, [other], margin=0.05, **about)
+    why = reasons(chosen, [other], margin=0.05, lora=False, **about)
     assert why[0] == "the fastest of the 2 that fit: as fast as zero1-offload, the next best"
     assert shortcoming(other, chosen, **about) == ("as fast as the choice",)
     for objective, said in (("energy", "as frugal as the choice"), ("memory", "as lean as the choice")):
@@ -95,11 +99,11 @@ def test_what_gives_its_cache_back_says_so_and_is_no_reason_for_more_memory(toy)
     says = "torch's allocator gives its cache back 2 times a step"
     about = {"hardware": plan.hardware, "objective": plan.objective}
     assert says in shortcoming(flushing, plan.chosen, **about)[0]
-    assert any(says in why for why in reasons(flushing, [], margin=0.05, **about))
+    assert any(says in why for why in reasons(flushing, [], margin=0.05, lora=False, **about))
     others = tuple(flushing if o is option else o for o in plan.alternatives)
     assert flushing not in better_with_memory(replace(plan, alternatives=others))
     slower = replace(plan.chosen, fit="tight")
-    why = reasons(slower, [flushing], margin=0.05, **about)[0]
+    why = reasons(slower, [flushing], margin=0.05, lora=False, **about)[0]
     assert f"nothing else fits ({flushing.strategy.name} with micro-batch" in why, "its time is not known"
     assert f"but in it {says}" in why
     assert "the next best" not in why
@@ -124,7 +128,7 @@ def waits(
         **dict(zip(("link", "link_to_peers"), slowest_links(hardware, strategy), strict=True)),
     )
     option = replace(option, strategy=strategy, prediction=replace(option.prediction, time=time))
-    why = reasons(option, (), hardware=hardware, objective="throughput", margin=0.05)
+    why = reasons(option, (), hardware=hardware, objective="throughput", margin=0.05, lora=False)
     return next(sentence for sentence in why if sentence.startswith("a step takes"))
 
 
@@ -153,7 +157,9 @@ def test_waiting_for_copies_is_not_waiting_for_other_gpus(toy) -> None:
     )
     one = replace(option, prediction=replace(option.prediction, time=time))
     why = "\n".join(
-        reasons(one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+        reasons(
+            one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05, lora=False
+        )
     )
     assert "waiting for communication over pcie4x16 through host memory 5%" in why
     assert "waiting for copies to and from the host 25%" in why
@@ -167,7 +173,7 @@ def test_a_step_that_the_host_sets_the_pace_of_says_so(toy) -> None:
         time = replace(option.prediction.time, launch_seconds=host * step, compute_seconds=gpu * step)
         one = replace(option, prediction=replace(option.prediction, time=time))
         hardware = parse_hardware("4xRTX4080")
-        why = reasons(one, (), hardware=hardware, objective="throughput", margin=0.05)
+        why = reasons(one, (), hardware=hardware, objective="throughput", margin=0.05, lora=False)
         return [sentence for sentence in why if "sets the pace" in sentence]
 
     assert pace(0.49, 0.4) == pace(0.7, 0.71) == []
@@ -200,7 +206,9 @@ def test_sums_in_bf16_are_said_where_they_cost_half_a_percent(
     spec = strategy if isinstance(strategy, str) else StrategySpec.model_validate(strategy)
     parts = {"data_parallel": 4, "accumulation": micro_batches}
     one = replace(option, strategy=Strategy(**parts_of(spec), **parts))
-    why = reasons(one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05)
+    why = reasons(
+        one, (), hardware=parse_hardware("4xRTX4080"), objective="throughput", margin=0.05, lora=False
+    )
     said = [
         sentence.split("about ")[1]
         for sentence in why

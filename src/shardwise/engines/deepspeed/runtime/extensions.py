@@ -56,8 +56,9 @@ def wait_for_locks(operators: Iterable[str]) -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """Within, SIGTERM ends this process and its compilers, which take minutes: nothing is there to save."""
-    before = signal.signal(signal.SIGTERM, _end_compilers)
+    before = signal.getsignal(signal.SIGTERM)
     try:
+        signal.signal(signal.SIGTERM, _end_compilers)
         yield
     except KeyboardInterrupt:  # of which DeepSpeed makes no other; torch has removed its lock
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
