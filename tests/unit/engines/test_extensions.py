@@ -164,11 +164,18 @@ def write_job(folder: Path) -> None:
     )
 
 
+WITH_CTRL_C = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests without it
+runpy.run_module("shardwise", run_name="__main__")
+"""
+
+
 @pytest.mark.slow
 def test_ctrl_c_while_deepspeed_compiles_ends_the_run_and_its_compilers(tmp_path: Path) -> None:
     write_job(tmp_path)
     variables = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext"), "SHARDWISE_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "shardwise", "train", "job.yaml", "--processes", "2"]
+    command = [sys.executable, "-c", WITH_CTRL_C, "train", "job.yaml", "--processes", "2"]
     run = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env={**os.environ, **variables}
     )
