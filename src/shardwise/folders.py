@@ -1,4 +1,4 @@
-"""Where shardwise keeps what it can make again, and how files get to the disk."""
+"""Where shardwise keeps what it can make again, how files get to the disk, and the tables it brings."""
 
 import json
 import os

@@ -47,16 +47,14 @@ def check_rotary(changes: Mapping[str, Any], before: PretrainedConfig, after: Pr
     """Raise JobError where the job's `rope_theta` or `rope_scaling` has no effect on its config."""
     named = " and ".join(key for key in ("rope_theta", "rope_scaling") if key in changes)
     old, new = (getattr(config, "rope_parameters", None) or {} for config in (before, after))
+    why, fix = f"{after.model_type} models do not read it", "remove it"
+    ignored = new.get("rope_theta") != changes.get("rope_theta", new.get("rope_theta"))
     if any(isinstance(part, Mapping) for part in new.values()):
-        ignored = old == new
-    else:
-        ignored = new.get("rope_theta") != changes.get("rope_theta", new.get("rope_theta"))
+        why = f"each kind of layer of {after.model_type} models has its own values"
+        ignored, fix = old == new, "set rope_parameters, as the model's config.json has them"
     if named and ignored:
-        what = (
-            f"{named} changes nothing: each kind of layer of {after.model_type} models has its own positions"
-        )
-        fix = "set rope_parameters, as the model's config.json has them"
-        raise JobError(what, where=f"model.config.{named.partition(' ')[0]}", fix=fix)
+        where = f"model.config.{named.partition(' ')[0]}"
+        raise JobError(f"{named} changes nothing: {why}", where=where, fix=fix)
 
 
 @torch.no_grad()
