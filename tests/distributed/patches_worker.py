@@ -19,7 +19,12 @@ from engine_scenarios import DEEPSPEED, same, snapshot
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed import config
 from shardwise.engines.deepspeed.runtime import engine, recorded
-from shardwise.engines.deepspeed.runtime.zero3 import NO_LIMIT, release_gathered, release_in_order
+from shardwise.engines.deepspeed.runtime.zero3 import (
+    _STORAGE,
+    NO_LIMIT,
+    release_gathered,
+    release_in_order,
+)
 from shardwise.engines.runtime.protocol import Engine, World
 from shardwise.strategy import Strategy
 
@@ -100,6 +105,37 @@ def releases(world: World) -> dict[str, Any]:
     }
     ours = [snapshot(engine) for engine in (plain, first, second)]
     return {**results, "same": [same(ours[0], other) for other in ours[1:]]}
+
+
+def kept_views(place: str) -> None:
+    """Two engines of one process: autograd keeps views of weights that are released, and gathered again."""
+    world = w.join()
+    strategy = replace(w.fitted(DEEPSPEED["zero3-noreshard"], world), precision="fp32")
+    with patch.object(config, "PERSIST", 8):
+        plain, ours = (w.engine_for(strategy, world) for _ in range(2))
+    log = in_order(ours)
+    parameters = [*ours._engine.module.parameters()]
+    found: dict[str, Any] = {"views": 0, "gathered": [], "empty": []}
+
+    def count(tensor: torch.Tensor) -> torch.Tensor:
+        at = tensor.untyped_storage().data_ptr()
+        view = not isinstance(tensor, torch.nn.Parameter)
+        found["views"] += view and any(at == p.data.data_ptr() for p in parameters if numel(p))
+        return tensor
+
+    def look(*_: Any) -> None:
+        storages = [getattr(p, _STORAGE) for p in parameters if hasattr(p, _STORAGE)]
+        found["gathered"].append(len(storages))
+        found["empty"].append(sum(storage.nbytes() == 0 for storage in storages))
+
+    hook = ours._engine.module.register_forward_hook(look)
+    numbers = [[result.loss.item() for result in w.train(plain, strategy, range(4))]]
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        numbers.append([result.loss.item() for result in w.train(ours, strategy, range(4))])
+    hook.remove()
+    found["waits"] = "wait_stream" in log
+    found["same"] = numbers[0] == numbers[1] and same(snapshot(plain), snapshot(ours))
+    leave(world, place, "kept_views", found)
 
 
 def gathers(place: str) -> None:

@@ -28,6 +28,17 @@ def test_optimizers_use_what_replaces_their_functions(tmp_path) -> None:
     assert releases["same"] == [True, True]
 
 
+def test_views_that_autograd_keeps_of_released_weights_keep_no_memory_and_have_their_values(tmp_path) -> None:
+    run_set("patches_worker:kept_views", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
+    found = json.loads((tmp_path / "kept_views.json").read_text())
+    assert found["views"] > 0
+    assert found["waits"]
+    weights, *_ = found["gathered"]
+    assert found["gathered"] == [weights] * 4
+    assert found["empty"] == [weights - 2, 0, 0, 0], "the first pass releases; memory of the last two waits"
+    assert found["same"]
+
+
 def test_parameters_that_are_gathered_in_place_train_to_the_same_bits(tmp_path) -> None:
     run_set("patches_worker:gathers", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
     assert json.loads((tmp_path / "gathers.json").read_text()) == {"same": True}

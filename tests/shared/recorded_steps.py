@@ -1,4 +1,4 @@
-"""Engines of two layers with random weights, and their steps, recorded as CUDA graphs or usual."""
+"""Engines of a few layers with random weights, and their steps, recorded as CUDA graphs or usual."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ LAYERS = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "gptj": {"n_layer": 2},
     "gpt2": {"n_layer": 2},
+    "falcon": {"num_hidden_layers": 6},
+    "olmoe": {"num_hidden_layers": 6},
 }
 
 
@@ -93,24 +95,26 @@ def end(engine: Engine) -> None:
         engine._engine.destroy()
 
 
-def rank_of_two(rank: int, strategy: dict[str, Any], folder: str) -> None:
+def rank_of_two(rank: int, name: str, strategy: dict[str, Any], folder: str) -> None:
     """Save the numbers of recorded and of usual steps, each followed by an evaluation, as `found`."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/group", rank=rank, world_size=2)
-    found = [_with_evaluations(rank, strategy, record=record) for record in (True, False)]
+    found = [_with_evaluations(rank, name, strategy, record=record) for record in (True, False)]
     if rank == 0:
         torch.save(found, Path(folder) / "found")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _with_evaluations(rank: int, strategy: dict[str, Any], *, record: bool) -> list[tuple[float, float]]:
+def _with_evaluations(
+    rank: int, name: str, strategy: dict[str, Any], *, record: bool
+) -> list[tuple[float, float]]:
     """Losses and norms of steps, and the loss of an evaluation after each."""
     how: dict[str, Any] = {"checkpointed": False, "accumulation": 1, "record": record}
-    engine, built = engine_of(model_of("llama-3.2-1b"), **how, rank=rank, ranks=2, **strategy)
+    engine, built = engine_of(model_of(name), **how, rank=rank, ranks=2, **strategy)
     batch = micro_batches(built.config.vocab_size)[1]
     numbers = []
-    for _ in range(7):
+    for _ in range(5):
         numbers += train(engine, [batch], rate=2e-5)
         numbers.append((engine.evaluate(batch).item(), 1.0))
     passes = recorded_passes(engine)

@@ -411,6 +411,96 @@ def test_memory_is_reused_when_the_next_module_but_one_begins() -> None:
     assert streams.log == ["wait for event", "record"] * 2, "it waits for what ran when the next module began"
 
 
+def released_weight(released: Any) -> tuple[Any, torch.Tensor]:
+    """A weight of four elements that was gathered, and a view that autograd would keep."""
+    weight = torch.nn.Parameter(torch.empty(0))
+    weight._shardwise_released = released
+    gather(weight)
+    return weight, weight.data.view(2, 2).t()
+
+
+def gather(weight: Any) -> None:
+    weight.data = zero3._room(weight, torch.ones(2), 2)
+    weight.data.copy_(torch.arange(4.0))
+
+
+def test_a_view_of_a_released_weight_keeps_no_memory_and_has_its_values_when_it_is_gathered_again() -> None:
+    streams = Streams()
+    released = zero3.Released(streams, streams)
+    weight, view = released_weight(released)
+    released.holds = True
+    released.add(weight._shardwise_storage)
+    weight.data = torch.empty(0)
+    released.advance()
+    assert view.untyped_storage().nbytes() == 16
+    released.advance()
+    assert view.untyped_storage().nbytes() == 0
+    gather(weight)
+    assert view.tolist() == [[0.0, 2.0], [1.0, 3.0]]
+
+
+def test_a_weight_that_no_module_released_is_freed_at_once() -> None:
+    streams = Streams()
+    weight, view = released_weight(zero3.Released(streams, streams))
+    weight._shardwise_released.add(weight._shardwise_storage)
+    assert view.untyped_storage().nbytes() == 0
+
+
+def test_memory_that_is_gathered_again_is_not_freed_and_the_gather_waits_for_the_computation() -> None:
+    streams = Streams()
+    released = zero3.Released(streams, streams)
+    weight, view = released_weight(released)
+    released.holds = True
+    for _ in range(2):
+        released.add(weight._shardwise_storage)
+        released.advance()
+        streams.log.clear()
+        gather(weight)
+        assert streams.log == ["wait for computation"]
+    released.advance()
+    released.advance()
+    assert view.untyped_storage().nbytes() == 16
+
+
+def test_memory_of_deepspeeds_own_is_kept_until_autograd_has_used_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[tuple[int, str]] = []
+    mark = lambda memory, stream: marked.append((memory.data_ptr(), stream))  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "record_stream", mark)
+    streams = Streams()
+    released = zero3.Released(streams, streams)
+    released.holds = True
+    plain, viewed = torch.ones(4), torch.ones(4)
+    view = viewed.view(2, 2).t()
+    for memory in (plain, viewed):
+        released.add(memory)
+    assert marked == [(view.data_ptr(), streams.current_stream())]
+
+
+@pytest.mark.parametrize(
+    ("place", "held"), [("home", False), ("share", False), ("storage", True), ("deepspeed", True)]
+)
+def test_what_is_freed_of_a_parameter_is_what_it_was_gathered_into(place: str, held: bool) -> None:
+    """Not the memory that a graph reads, nor the only rank's own share."""
+    in_order()
+    partitions = owner(PARTITION)
+    weight = torch.nn.Parameter(torch.ones(4))
+    streams = Streams()
+    released = weight._shardwise_released = zero3.Released(streams, streams)
+    released.holds = True
+    weight._shardwise_storage = torch.ones(4).untyped_storage()
+    weight.ds_active_sub_modules, weight.ds_status = set(), partitions.ZeroParamStatus.AVAILABLE
+    weight.ds_tensor = weight.data if place == "share" else torch.ones(2)
+    if place == "home":
+        setattr(weight, zero3.HOME, weight.data)
+    if place == "storage":
+        weight.data = torch.empty(0).set_(weight._shardwise_storage, 0, (4,), (1,))
+    at = weight.data.data_ptr()
+    partitions.free_param(weight)
+    assert weight.numel() == 0
+    assert [one.data_ptr() for one in released._latest] == [at] * held
+    assert (released._latest == [weight._shardwise_storage]) is (place == "storage")
+
+
 def test_memory_that_no_module_released_and_all_at_the_end_wait_for_the_computation() -> None:
     streams = Streams()
     released = zero3.Released(streams, streams)
@@ -437,6 +527,7 @@ def test_each_engine_frees_its_own_parameters_and_leaves_others_to_deepspeed(
     first, second, none = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     for p in (first, second, none):
         p.ds_active_sub_modules, p.ds_status, p.ds_summary = set(), status.AVAILABLE, dict
+        p.ds_tensor = torch.empty(1)
     logs = []
     for p in (first, second):
         streams = Streams()

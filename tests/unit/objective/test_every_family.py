@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from packed_rows import one_by_one, packed, samples
 from shardwise.data.batch import IGNORED, MicroBatch
 from shardwise.errors import JobError
 from shardwise.models.families import FAMILIES, attention_of
+from shardwise.models.structure import find_blocks
 from shardwise.objective.causal_lm import CausalLM
 from tiny_models import tiny_model
 
@@ -101,6 +103,21 @@ def test_what_is_refused_leaks_and_trains_on_plain_rows(name: str) -> None:
         logits = model(input_ids=batch.input_ids, use_cache=False, **given).logits.flatten(0, 1).float()
         leaked = torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         assert abs(leaked.item() - expected[0]) > 1e-5 * expected[0]
+
+
+@pytest.mark.parametrize("name", sorted({*PACKED, *LEAKING}))
+def test_no_module_hands_a_view_of_its_weights_to_another(name: str) -> None:
+    """ZeRO-3 and FSDP2 release weights when a block, or a module outside of blocks, is done."""
+    (pair, *_), model, handed = samples(), tiny_model(name), []
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    blocks = find_blocks(model)
+    within = {part for block in blocks for part in block.modules()} - {*blocks}
+    for module in {*model.modules()} - within:
+        module.register_forward_hook(lambda *given: handed.extend(tree_leaves(given[-1])))
+    CausalLM(model, packed=False)(packed([pair], rows=((0,),), length=len(pair[0])))
+    tensors = [one for one in handed if isinstance(one, torch.Tensor)]
+    assert len(tensors) > len(blocks)
+    assert not weights & {one.untyped_storage().data_ptr() for one in tensors if one.numel()}
 
 
 def test_most_architectures_are_among_them() -> None:

@@ -20,6 +20,7 @@ _STREAM = "_DeepSpeedZeRoOffload__allgather_stream"
 _LIMIT = "_PartitionedParameterCoordinator__max_ongoing_fetch_events"  # Of gathers; read by fetch_sub_module
 
 _RELEASED = "_shardwise_released"  # Attribute of a parameter: the `Released` of its engine
+_STORAGE = "_shardwise_storage"  # Attribute of a parameter: where it is gathered; of no bytes in between
 HOME = "_shardwise_home"  # Attribute of a parameter: the memory into which it is gathered each time
 _FOUND = "_shardwise_parameters"  # Attribute of a module: its parameters; those of modules in it, too
 
@@ -145,9 +146,7 @@ class _Gathering:
             # an offloaded share is in page-locked memory
             shares.append(own.to(device, non_blocking=True))
             stays = shares[-1] if group.size() == 1 else getattr(one, HOME, None)
-            gathered.append(
-                shares[-1].new_empty(shares[-1].numel() * group.size()) if stays is None else stays
-            )
+            gathered.append(_room(one, shares[-1], group.size()) if stays is None else stays)
             one.data = gathered[-1][: one.ds_numel].view(one.ds_shape)
             one.ds_status = ZeroParamStatus.INFLIGHT
         self._work: Any = None
@@ -163,6 +162,24 @@ class _Gathering:
         for one in self._params:
             one.ds_status = self._arrived
         self._work, self._params = None, []
+
+
+def _room(parameter: Any, share: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Memory to gather a parameter into: of one storage, which has no bytes while the parameter is released.
+
+    Autograd may keep a view of a weight for the backward pass, such as experts transposed. The view has the
+    storage: its values are there again once the weight is gathered, and it keeps no memory until then.
+    """
+    numel, released = share.numel() * ranks, getattr(parameter, _RELEASED, None)
+    if released is None:
+        return share.new_empty(numel)
+    if _STORAGE not in parameter.__dict__:
+        setattr(parameter, _STORAGE, share.new_empty(0).untyped_storage())
+    storage = getattr(parameter, _STORAGE)
+    released.take_back(storage)
+    if storage.nbytes() != share.nbytes * ranks:
+        storage.resize_(share.nbytes * ranks)
+    return share.new_empty(0).set_(storage, 0, (numel,), (1,))
 
 
 def release_gathered(coordinator: Any, parameters: Iterable[Any]) -> None:
@@ -239,11 +256,26 @@ def _free_by_engine() -> None:
             return
         if param.ds_active_sub_modules:
             raise RuntimeError(f"DeepSpeed would free a parameter that is still in use: {param.ds_summary()}")
-        released.add(param.data)
+        memory, stays = param.data, getattr(param, HOME, param.ds_tensor)
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
         param.ds_status = partition_parameters.ZeroParamStatus.NOT_AVAILABLE
+        if memory.data_ptr() != stays.data_ptr():
+            storage = getattr(param, _STORAGE, None)
+            ours = storage is not None and memory.data_ptr() == storage.data_ptr()
+            released.add(storage if ours else memory)
 
     replace(partition_parameters, "free_param", free_param)
+
+
+_Memory = torch.UntypedStorage | torch.Tensor  # A storage of ours, or a tensor that DeepSpeed has made
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """How many tensors and objects share the memory of `tensor`."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ALONE = _users(torch.empty(0))
 
 
 class Released:
@@ -258,16 +290,28 @@ class Released:
         """Whether a module releases the parameters. If not, they were gathered for a moment only."""
         self._gathering = gathering
         self._current_stream = streams.current_stream
-        self._latest: list[torch.Tensor] = []
-        self._earlier: list[torch.Tensor] = []
+        self._computing = streams.current_stream()
+        self._latest: list[_Memory] = []
+        self._earlier: list[_Memory] = []
         self._event = streams.Event
         self._began = self._event()
 
-    def add(self, memory: torch.Tensor) -> None:
+    def add(self, memory: _Memory) -> None:
+        self._computing = self._current_stream()
+        if isinstance(memory, torch.Tensor) and _users(memory) > _ALONE:
+            memory.record_stream(self._computing)  # autograd has a view of it until it is used
         if self.holds:
             self._latest.append(memory)
         else:
-            self._gathering.wait_stream(self._current_stream())
+            self._gathering.wait_stream(self._computing)
+            self._free([memory])
+
+    def take_back(self, storage: torch.UntypedStorage) -> None:
+        """Do not free `storage`: its parameter is gathered again."""
+        for held in (self._earlier, self._latest):
+            if any(one is storage for one in held):
+                held[:] = [one for one in held if one is not storage]
+                self._gathering.wait_stream(self._computing)
 
     def end(self) -> None:
         """Let the computation wait for the gathering stream, at the end of what is recorded as a graph."""
@@ -277,6 +321,7 @@ class Released:
     def advance(self) -> None:
         """Reuse what was released before the latest module began: the next one begins now."""
         self._gathering.wait_event(self._began)
+        self._free(self._earlier)
         self._earlier, self._latest = self._latest, []
         self._began.record()
 
@@ -285,8 +330,14 @@ class Released:
         self._forget()
 
     def _forget(self) -> None:
+        self._free(self._earlier + self._latest)
         self._earlier, self._latest = [], []
         self._began = self._event()  # one that was recorded in a graph is of no use outside
+
+    def _free(self, memories: Iterable[_Memory]) -> None:
+        for memory in memories:
+            if isinstance(memory, torch.UntypedStorage):
+                memory.resize_(0)
 
 
 def require_input_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
