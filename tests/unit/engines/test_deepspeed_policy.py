@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ from shardwise.engines.deepspeed.memory.coordinator import Coordinator
 from shardwise.engines.deepspeed.time import Zero3
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, Parameter, StepTrace, Unit
+from shardwise.simulate.time import collectives
+from shardwise.simulate.time.streams import COMMUNICATE, COMPUTE, COMPUTE_WAITS
 from shardwise.strategy import Strategy
 
 ZERO3 = Strategy(engine="deepspeed", stage=3, data_parallel=4)
@@ -46,7 +49,38 @@ def test_memory_and_time_agree_on_what_persists(more: int) -> None:
     schedule = descriptor(ZERO3).schedule(trace, ZERO3, parse_hardware("4xH200"))
     assert isinstance(schedule, Zero3)
     assert persistent == ({0} if more <= 0 else set())
-    assert schedule.sizes == [0 if 0 in persistent else PERSIST + more, 10 * PERSIST]
+    assert schedule.parts == [[] if 0 in persistent else [0], [1]]
+
+
+def test_of_a_unit_larger_than_what_is_gathered_ahead_the_rest_is_gathered_when_it_begins() -> None:
+    sizes = [PREFETCH // 4, PREFETCH // 4, PREFETCH, PREFETCH // 2]
+    trace = replace(
+        _trace(*sizes),
+        units=(
+            Unit(name="first", block=-1, parameters=(0,)),
+            Unit(name="second", block=-1, parameters=(1, 2, 3)),
+        ),
+        events=tuple(event for unit in (0, 1) for event in ((FORWARD, unit), (OP, 0), (FORWARD_END, unit))),
+    )
+    hardware = parse_hardware("4xH200")
+    schedule = descriptor(ZERO3).schedule(trace, ZERO3, hardware)
+    work = schedule._recorded(lambda: schedule.micro_batch(first=True, last=True))
+    kinds = (COMPUTE, COMMUNICATE, COMPUTE_WAITS)
+    seconds = [
+        collectives.all_gather(2 * size, collectives.group(hardware, 4))
+        for size in (sizes[0], sizes[1] + sizes[2], sizes[3])
+    ]
+    found = [item for item in work if item[0] in kinds][:8]
+    assert [item[0] for item in found] == [
+        *(COMMUNICATE, COMPUTE_WAITS, COMMUNICATE, COMPUTE),
+        *(COMMUNICATE, COMPUTE_WAITS, COMPUTE_WAITS, COMPUTE),
+    ]
+    gathers = [item for item in found if item[0] == COMMUNICATE]
+    assert [item[1] for item in gathers] == seconds
+    assert [item[3] for item in gathers] == [False] * 3, "it waits for no computation"
+    waits = [item[1] for item in found if item[0] == COMPUTE_WAITS]
+    assert waits == [item[-1] for item in gathers], "one for each gather"
+    assert len({*waits}) == 3
 
 
 @pytest.mark.parametrize(

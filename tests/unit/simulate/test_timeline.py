@@ -436,12 +436,12 @@ def test_sums_take_the_links_within_the_node(layers, unlimited) -> None:
 
 def test_a_sum_and_a_collective_beside_it_have_half_of_the_links_each() -> None:
     """A bucket of 10 s, of which 4 s are over; 3 s of sums last 6, and the bucket is over 3 s later."""
-    streams, clocks = Streams(HARDWARE, "bf16"), Clocks()
+    streams, clocks = Streams(HARDWARE, "bf16"), Clocks(events=1)
     streams.communicate(10.0, 0.0, after_compute=False, done=event(0))
     streams.sum_over_peers(3.0, 0.0)
-    clocks = Clocks(events=1)
+    clocks.run(streams.work[:1])
     clocks.compute = 4.0 + clocks._launch
-    clocks.run(streams.work)
+    clocks.run(streams.work[1:])
     assert clocks.compute - clocks._launch == pytest.approx(4.0 + 6.0)
     assert clocks.communication - clocks._launch == pytest.approx(13.0)
     assert clocks._events[event(0)] == clocks.communication
@@ -451,6 +451,32 @@ def test_a_sum_and_a_collective_beside_it_have_half_of_the_links_each() -> None:
     clocks.run(later.work)
     assert clocks.compute - clocks._launch == pytest.approx(10.0 + 8.0)
     assert clocks.communication - clocks._launch == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["computation first", "collective first"])
+@pytest.mark.parametrize("seconds", [4.0, 11.0, 20.0])
+def test_a_collective_takes_its_multiprocessors_in_whatever_order_both_were_issued(
+    order: int, seconds: float
+) -> None:
+    streams, clocks = Streams(HARDWARE, "bf16"), Clocks()
+    streams.compute(10.0)
+    streams.communicate(seconds, 0.0, after_compute=False)
+    clocks.run(streams.work[::order])
+    taken = table()["communication"]["multiprocessors"]
+    most = 10.0 / (1.0 - taken)
+    assert clocks.compute - clocks._launch == pytest.approx(min(10.0 + seconds * taken, most))
+
+
+@pytest.mark.parametrize(("until", "taken"), [(18.0, 0.0), (5.0, 2.0)], ids=["waits", "is over"])
+def test_a_computation_that_waits_has_nothing_to_give_to_a_collective(until: float, taken: float) -> None:
+    streams, clocks = Streams(HARDWARE, "bf16"), Clocks(events=1)
+    streams.compute(10.0)
+    streams.compute_waits(event(0))
+    streams.communicate(2.0, 0.0, after_compute=False)
+    clocks._events[event(0)] = until
+    clocks.run(streams.work)
+    ends = max(10.0 + clocks._launch, until)
+    assert clocks.compute == pytest.approx(ends + taken * table()["communication"]["multiprocessors"])
 
 
 def test_tensor_parallel_ranks_step_as_one_does(layers, unlimited) -> None:

@@ -1,14 +1,13 @@
 """When ZeRO gathers, releases and reduces: bookkeeping without bytes or seconds, read by memory and by time.
 
-Functions in parentheses are DeepSpeed 0.19.8's. Memory follows single parameters and every call of a module,
-as DeepSpeed does. Time follows units, as the parameters of a unit are awaited together, and only the modules
-that compute. So in memory parameters that persist count as live and as distance, and calls of the base model
-traverse all parameters; in time they do not. To make that common would change predictions (decision 0031).
+Functions in parentheses are DeepSpeed 0.19.8's. Memory follows every call of a module, as DeepSpeed does,
+time only those that compute. Calls of the base model traverse all parameters in memory, not in time. What
+persists counts as live and as distance in memory, not in time. To make that common would change predictions
+(decision 0031).
 """
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from shardwise.engines.deepspeed.config import (
     NEVER_RELEASE,
@@ -22,7 +21,10 @@ from shardwise.simulate.memory.recorded import own_pool
 from shardwise.simulate.step_trace import StepTrace
 from shardwise.strategy import Strategy
 
-T = TypeVar("T")  # What is gathered: a parameter in memory, a unit in time
+
+def gather_order(trace: StepTrace) -> dict[int, int]:
+    """The place of each parameter in the order in which they were partitioned, and are gathered (ds_id)."""
+    return {index: place for place, index in enumerate(i for part in trace.parts for i in part)}
 
 
 def persists(numel: float) -> bool:
@@ -96,13 +98,13 @@ def stepped_together(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def look_ahead(
-    queue: deque[tuple[T, int]],
+    queue: deque[tuple[int, int]],
     *,
     live: float,
     limit: int,
-    numel: Callable[[T], float],
-    available: Callable[[T], bool],
-) -> tuple[list[tuple[T, int]], list[T]]:
+    numel: Callable[[int], float],
+    available: Callable[[int], bool],
+) -> tuple[list[tuple[int, int]], list[int]]:
     """Take uses from the queue until enough is gathered ahead (fetch_sub_module).
 
     Returns the uses that were taken, and what of them has to be gathered, in order. `queue`: what is used
@@ -110,8 +112,8 @@ def look_ahead(
     `live_limit`. `numel`: elements of what is gathered. `available`: whether it is, or is on its way.
     """
     room = min(PREFETCH, limit - live)
-    taken: list[tuple[T, int]] = []
-    missing: list[T] = []
+    taken: list[tuple[int, int]] = []
+    missing: list[int] = []
     gathered = 0.0
     while queue and gathered < room:
         use = queue.popleft()
@@ -123,8 +125,8 @@ def look_ahead(
 
 
 def released(
-    candidates: Iterable[T], later: Iterable[tuple[Collection[T], float]], *, limit: int
-) -> frozenset[T]:
+    candidates: Iterable[int], later: Iterable[tuple[Collection[int], float]], *, limit: int
+) -> frozenset[int]:
     """What is released after a module: not used again within `limit` elements (__params_to_release).
 
     `later`: for each module from there on, what it uses and its elements.

@@ -1,7 +1,7 @@
 """Time of DeepSpeed's ZeRO as `runtime/engine.py` uses it, read from deepspeed 0.19.8 (runtime/zero).
 
 What is gathered, released and reduced when is `policy.py`. `moved` adds up the GPU memory traffic of the
-kernels around a collective, whose functions stand in parentheses: `elements` are those of a bucket or unit,
+kernels around a collective, whose functions stand in parentheses: `elements` are those of a bucket or gather,
 `own` this rank's share.
 """
 
@@ -247,40 +247,41 @@ class Zero12(_Buckets):
 
 
 class Zero3(_Buckets):
-    """Stage 3: units are gathered, the next ones during the computation."""
+    """Stage 3: a unit's parameters are gathered, those of the next units during the computation."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.on_host = strategy.offload_parameters != "none"
         self.limit = policy.live_limit(strategy)
-        self.sizes = [
-            sum(n for n in map(self.elements, unit.parameters) if not policy.persists(n))
-            for unit in self.trace.units
-        ]
-        """Elements of each unit that are gathered."""
-        self.uses = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
+        order = policy.gather_order(trace).__getitem__
+        cut = {p for p in range(len(trace.parameters)) if not policy.persists(self.elements(p))}
+        self.parts = [sorted(cut.intersection(unit.parameters), key=order) for unit in self.trace.units]
+        """Parameters of each unit that are gathered."""
+        self.calls = [(segment.unit, n) for n, segment in enumerate(self.segments) if segment.unit >= 0]
+        self.uses = [(parameter, n) for unit, n in self.calls for parameter in self.parts[unit]]
         self.queue: deque[tuple[int, int]] = deque()
+        self.live = 0.0  # Elements that are gathered or on their way
         self.hardware = hardware
         self.near = communication.group(hardware, strategy.sharers)
         self.copied: set[int] = set()
-        """Under hpZ, units whose weights this rank's group of `shard_group` holds: until the step. Copies of
-        frozen weights stay in fact, so that LoRA is a little faster than this."""
-        self.released: set[int] = set()  # Segments after which their unit's weights are released
-        for place, (unit, number) in enumerate(self.uses):
-            later = (([other], self.sizes[other]) for other, _ in self.uses[place + 1 :])
-            if policy.released([unit], later, limit=self.limit):
-                self.released.add(number)
+        """Under hpZ, parameters of which this rank's group of `shard_group` holds a copy: until the step.
+        Those of frozen weights stay in fact, so that LoRA is a little faster than this."""
+        self.released: dict[int, frozenset[int]] = {}  # By segment, parameters that are released after it
+        sizes = [self.count(part) for part in self.parts]
+        for place, (unit, number) in enumerate(self.calls):
+            later = ((self.parts[other], sizes[other]) for other, _ in self.calls[place + 1 :])
+            self.released[number] = policy.released(self.parts[unit], later, limit=self.limit)
 
     def micro_batch(self, *, first: bool, last: bool) -> None:
         self.queue = deque(self.uses)
-        every = range(len(self.sizes) if self.strategy.shard_group else 0)
-        self.copied = set() if first else set(every)
+        self.live = self.count(self.gathered) + self.count(self.arriving)
+        held = self.strategy.shard_group and not first
+        self.copied = {parameter for part in self.parts for parameter in part} if held else set()
         for number, segment in enumerate(self.segments):
             if segment.unit >= 0:
                 self._fetch(segment.unit, number, segment.passes)
             self.run(segment, issue=self._hook_seconds(segment, "zero3_hook"))
-            if number in self.released:
-                self._release(segment.unit)
+            self._release(self.released.get(number, frozenset()))
             self.collect(segment, first=first, last=last)
         self.end_pass(first=first, last=last)
 
@@ -289,36 +290,44 @@ class Zero3(_Buckets):
         visits = 2 * passes * (len(self.trace.units[unit].parameters) + 2)
         if not self.recorded:
             self.streams.issue(visits * self.host.seconds("zero3_visit"))
-        if unit not in self.gathered:
-            if unit not in self.arriving:
-                self._gather(unit)
-            self.streams.compute_waits(self.arriving.pop(unit))
-            self.gathered.add(unit)
+        wanted = self.parts[unit]
+        self._gather([one for one in wanted if not self._available(one)])
+        for arrived in sorted({self.arriving.pop(one) for one in wanted if one in self.arriving}):
+            self.streams.compute_waits(arrived)
+        self.gathered.update(wanted)
         while self.queue and self.queue[0][1] <= number:
             self.queue.popleft()
         _, missing = policy.look_ahead(
             self.queue,
-            live=sum(self.sizes[other] for other in (*self.gathered, *self.arriving)),
+            live=self.live,
             limit=self.limit,
-            numel=self.sizes.__getitem__,
-            available=lambda other: other in self.gathered or other in self.arriving,
+            numel=self.elements,
+            available=self._available,
         )
-        for other in missing:
-            self._gather(other)
+        self._gather(missing)
 
-    def _gather(self, unit: int) -> None:
-        """All-gather a unit; where that is joined, shares are concatenated and parameters copied out."""
-        streams, elements = self.streams, self.sizes[unit]
-        self.arriving[unit] = NEVER
+    def _available(self, parameter: int) -> bool:
+        return parameter in self.gathered or parameter in self.arriving
+
+    def _gather(self, parameters: list[int]) -> None:
+        """By one call what a group has copies of, and by another one what no group has."""
+        for near in (True, False):
+            if chosen := [one for one in parameters if (one in self.copied) is near]:
+                self.live += self.count(chosen)
+                self.arriving |= dict.fromkeys(chosen, self._all_gather(chosen, near=near))
+
+    def _all_gather(self, parameters: list[int], *, near: bool) -> int:
+        """The event of their arrival; where a gather is joined, shares are concatenated and copied out."""
+        streams, elements, done = self.streams, self.count(parameters), event(parameters[0])
+        arrived = NEVER
         if self.on_host:
             num_bytes = self.item * elements / self.ranks
             nvme = self.strategy.offload_parameters == "nvme"
             read = nvme_seconds(num_bytes, self.neighbours) if nvme else 0.0
-            self.arriving[unit] = streams.copy(num_bytes, read_seconds=read, done=event(unit))
-        if self.ranks == 1 or not elements:
-            return
-        streams.communication_waits(self.arriving[unit])
-        near = unit in self.copied
+            arrived = streams.copy(num_bytes, read_seconds=read, done=done)
+        if self.ranks == 1:
+            return arrived
+        streams.communication_waits(arrived)
         group, ranks = (self.near, self.strategy.shard_group) if near else (self.group, self.ranks)
         item = INT8 if self.strategy.quantized_weights else self.item
         seconds, moved = communication.all_gather(item * elements, group), item * elements
@@ -329,7 +338,7 @@ class Zero3(_Buckets):
                 copies += (converted(INT8, FP16) + converted(FP16, self.item)) * elements
             seconds += streams.moving(copies, "foreach_copy")
             moved += copies
-        self.arriving[unit] = streams.communicate(seconds, moved, after_compute=False, done=event(unit))
+        return streams.communicate(seconds, moved, after_compute=False, done=done)
 
     def _scatter(self, elements: float) -> float:
         """Seconds to sum gradients; by qgZ within and then over nodes, in int4 (all_to_all_quant_reduce)."""
@@ -340,12 +349,14 @@ class Zero3(_Buckets):
         across = communication.group(self.hardware, self.group.nodes, stride=node)
         return within + communication.reduce_scatter(INT4 * elements / node, across)
 
-    def _release(self, unit: int) -> None:
+    def _release(self, parameters: frozenset[int]) -> None:
         """Under hpZ a group's copy is cleared, written and waited for (_partition_param_sec)."""
-        self.gathered.discard(unit)
-        if self.strategy.shard_group and unit not in self.copied:
-            self.copied.add(unit)
-            own = self.sizes[unit] / self.strategy.shard_group
+        self.live -= self.count(parameters & self.gathered)
+        self.gathered -= parameters
+        new = parameters - self.copied
+        if self.strategy.shard_group and new:
+            self.copied |= new
+            own = self.count(new) / self.strategy.shard_group
             self.streams.move((self.item + copied(self.item)) * own, "foreach_copy")
             self.streams.host_reads()
 

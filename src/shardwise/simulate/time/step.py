@@ -47,7 +47,7 @@ def play_steps(strategy: Strategy, schedule_of: Callable[[Strategy], Schedule]) 
 
 
 def _play(schedule: Schedule) -> Played:
-    clocks = Clocks(events=len(schedule.trace.units) + 1)
+    clocks = Clocks(events=max(len(schedule.trace.units), len(schedule.trace.parameters)) + 1)
     ends = [0.0]
     for _ in range(STEPS):
         clocks.totals = Totals()

@@ -161,6 +161,8 @@ class Clocks:
         self._delayed_by: Interval = (0.0, 0.0)
         self._launch = Host().seconds("launch")
         self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
+        self._waited = 0.0
+        """Until when the computation last waited."""
 
     @property
     def busy_until(self) -> float:
@@ -189,12 +191,14 @@ class Clocks:
                 start = max(communication, host + launch, compute if after_compute else 0.0)
                 copying[done] = self._delayed_by
                 events[done] = communication = start + seconds
+                compute += self._later(compute - max(start, self._waited), seconds)
                 totals.communication += seconds
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
                 last = (max(communication, replicas), self._delayed_by)
                 until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
                 totals.wait(max(compute, host), until, copies)
+                self._waited = until if until > compute else self._waited
                 compute = max(compute, until)
             elif kind == ISSUE:
                 host += item[1]
@@ -217,7 +221,7 @@ class Clocks:
                 waits = start + seconds + shared - max(compute, host)
                 totals.exposed += waits
                 totals.exposed_to_peers += waits
-                compute = start + seconds + shared
+                compute = self._waited = start + seconds + shared
                 totals.communication += seconds
                 totals.joules += joules
             elif kind == REPLICATE:
@@ -240,3 +244,10 @@ class Clocks:
         if seconds * self._slowed <= shared:
             return seconds * self._slowed
         return shared + seconds - shared / self._slowed
+
+    def _later(self, computed: float, seconds: float) -> float:
+        """Seconds by which a collective of `seconds` delays a computation that is played already.
+
+        `computed`: how long the computation goes on after the collective has begun.
+        """
+        return self._slower(seconds, computed) - computed if computed > 0.0 else 0.0

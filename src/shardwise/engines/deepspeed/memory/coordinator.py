@@ -67,8 +67,7 @@ class Coordinator:
         self._numel = [parameter.numel for parameter in trace.parameters]
         self._item = [parameter.item_bytes for parameter in trace.parameters]
         self.persistent = {index for index, numel in enumerate(self._numel) if policy.persists(numel)}
-        self._ids = {index: place for place, index in enumerate(i for part in trace.parts for i in part)}
-        """The order in which they were partitioned (ds_id), in which they are gathered."""
+        self._ids = policy.gather_order(trace)
         self._calls = calls_of(trace)
         self._uses = [(p, step) for step, call in enumerate(self._calls) for p in self._direct(call)]
         self._passes = self._step = self._live = 0
