@@ -28,6 +28,16 @@ def test_a_linear_layer_under_zero_3_is_torchs(shape: tuple[int, ...], trained: 
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_input_is_kept_only_where_the_weight_is_trained(trained: bool) -> None:
+    """As torch does; a plan counts no more: a router between adapters is frozen."""
+    kept: list[torch.Tensor] = []
+    x, weight = torch.randn(4, 3, requires_grad=True), torch.nn.Parameter(torch.randn(7, 3), trained)
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda _: None):
+        zero3._linear(x, weight)
+    assert [one.data_ptr() for one in kept] == [x.data_ptr()] * trained + [weight.data_ptr()]
+
+
 def test_a_linear_layer_takes_torchs_names_and_autocast() -> None:
     x, weight = torch.randn(4, 3), torch.nn.Parameter(torch.randn(7, 3))
     expected = torch.nn.functional.linear(x, weight)

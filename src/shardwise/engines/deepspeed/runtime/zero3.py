@@ -56,7 +56,7 @@ def _linear(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         output: torch.Tensor = torch._C._nn.linear(x, weight, bias)  # `nn.functional.linear` is ours now
         return output
 
