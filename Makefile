@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # DeepSpeed compiles its CPU kernels with ninja, which it looks up on PATH.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup operators demo labs notebooks lessons scenarios docs test test-machines \
+.PHONY: setup operators demo labs notebooks lessons predictions scenarios docs test test-machines \
 	newest wheel check format schema lock clean
 
 ## setup: create .venv with everything pinned in constraints.txt
@@ -51,6 +51,17 @@ notebooks:
 ## lessons: run the commands of the lessons again and write what they print; LESSONS=02-zero runs one
 lessons: setup
 	$(BIN)/python docs/lessons/run.py $(LESSONS)
+
+## predictions: write all that is predicted and shown again, after a change of predictions; needs no GPU, takes
+## half an hour
+PREDICTIONS := accuracy/evidence accuracy/page published/published published/published_page scaling/scaling \
+	groups/group_sizes tensor_parallel/autotp
+predictions: setup
+	for script in $(PREDICTIONS); do PYTHONHASHSEED=0 $(BIN)/python benchmarks/$$script.py || exit 1; done
+	$(BIN)/python benchmarks/power_limits_predicted/jobs.py --out benchmarks/power_limits_predicted/results/jobs.json
+	$(BIN)/python docs/fill_tables.py
+	$(BIN)/python docs/lessons/run.py
+	$(BIN)/python docs/scenarios.py
 
 ## scenarios: run the commands of docs/scenarios.md, minutes, and look for what the page says they print
 scenarios: setup

@@ -11,7 +11,7 @@ from typing import Any
 from rows import Row
 
 from shardwise.hardware.calibration import host_pace
-from shardwise.hardware.hardware import Hardware
+from shardwise.hardware.hardware import Hardware, Link
 from shardwise.hardware.parse import parse_hardware
 
 HERE = Path(__file__).parent
@@ -19,8 +19,9 @@ HERE = Path(__file__).parent
 
 def over_sockets(row: Row, measured: Mapping[str, Any]) -> Hardware:
     """H200 that NCCL joins over TCP, at the rate and latency that `doctor --calibrate` measured there."""
-    hardware, between = parse_hardware(f"{row.gpus}xH200"), _link("slow", measured)["between"]
-    return replace(hardware, intra=replace(hardware.intra, **between, measured=True))
+    between = _link("slow", measured)["between"]
+    sockets = Link(name="sockets", source="doctor --calibrate", measured=True, **between)
+    return replace(parse_hardware(f"{row.gpus}xH200"), intra=sockets)
 
 
 def two_nodes(row: Row, measured: Mapping[str, Any]) -> Hardware:

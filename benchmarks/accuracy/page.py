@@ -150,7 +150,7 @@ def waits(_: Sequence[Comparison]) -> str:
 def _elsewhere(name: str, hardware: Callable[[Row, Comparison], Hardware] | None = None) -> str:
     """Rows of a file of its own; `hardware`: what each measurement is predicted on, if not the GPU alone."""
     found = measured_rows(HERE / "results" / f"{name}.jsonl")
-    lines = []
+    lines, compared = [], []
     for row in load_rows(HERE / f"{name}.toml"):
         measured = found[row.id]
         one = compare(row, measured, hardware=hardware(row, measured) if hardware else None)
@@ -158,13 +158,17 @@ def _elsewhere(name: str, hardware: Callable[[Row, Comparison], Hardware] | None
             said = "predicted to fit" if one["fits"] else "as predicted"
             lines.append([f"`{row.id}`", f"out of memory, {said}", *[""] * 6])
             continue
+        compared.append(one)
         speed = measured["tokens_per_step"] / measured["step_seconds"] / row.gpus
         off = (percent(one["differences"][key], sign=True) for key in ("reserved", "step", "joules"))
         loss = f"{measured['loss'][0]:.3f} to {measured['loss'][-1]:.3f}, {measured['grad_norm'][-1]:.2f}"
         reserved = f"{measured['peak_reserved_bytes'] / GIB:.2f}"
         lines.append([f"`{row.id}`", reserved, f"{speed:,.0f}", loss, f"{one['host_share']:.0%}", *off])
     head = ["reserved, GiB", "tokens/s/GPU", "loss, gradient norm", "predicted host share"]
-    return table(["row", *head, "memory", "time", "energy"], lines)
+    rows, time = table(["row", *head, "memory", "time", "energy"], lines), summarize(compared, "step")
+    assert time is not None
+    worst = f"{percent(time.worst, sign=True)} at worst, `{time.worst_row}`"
+    return f"{rows}\n\nTime is off by {percent(time.mean)} in the mean, and {worst}."
 
 
 def missed(comparisons: Sequence[Comparison]) -> str:

@@ -153,6 +153,8 @@ def check(
             fits = [fit_of(checked.setup, model, changes, hardware, planner)]
         changes += [f"model.source={model}"] if model else []
         fits += [_fit_of_job(job, changes, hardware, planner) for job in own]
+    elif hardware and named is not None and not own:
+        fits = [Fit(unavailable=f"`--model {named}` plans whether it fits")]
     for fit in fits[::-1]:
         checked = fit.applied(checked)
     tried = run_tiny(checked.setup) if tiny else None

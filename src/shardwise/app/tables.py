@@ -1,5 +1,6 @@
 """Tables over models, GPUs and modes, or sizes of a job: each row is what `plan` says of one question."""
 
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from shardwise.app.jobs import AnyJob, hardware_of
 from shardwise.app.plan import plan
 from shardwise.errors import JobError
 from shardwise.hardware.parse import resized
-from shardwise.job.strategies import NAMED
+from shardwise.job.strategies import NAMED, with_degree
 from shardwise.planner.search import RefusedError
 from shardwise.planner.sketch import default_global_batch
 from shardwise.planner.tables import MOST_ROWS, Kind, Row, Table
@@ -176,13 +177,10 @@ def _changes(mode: str) -> dict[str, str]:
     """A mode's keys of a job and their values; JobError for a word that is none, and for contradictions."""
     found: dict[str, str] = {}
     for word in mode.split("+") if mode else ():
-        rank, tensor = re.fullmatch(r"lora([1-9]\d*)", word), re.fullmatch(r"autotp(\d+)-zero([12])", word)
-        changes = _WORDS.get(word, {})
+        rank, parts = re.fullmatch(r"lora([1-9]\d*)", word), with_degree(word)
+        changes = {"strategy": json.dumps(parts)} if parts else _WORDS.get(word, {})
         if rank is not None:
             changes = {"model.lora": f"{{rank: {rank[1]}}}"}
-        elif tensor is not None:
-            parts = f"{{engine: deepspeed, stage: {tensor[2]}, tensor_parallel: {tensor[1]}}}"
-            changes = {"strategy": parts}
         if not changes:
             raise JobError(f"{word!r} of {mode!r} is no word of a mode", where="--modes", fix=_FIX)
         if changes.keys() & found.keys():

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from shardwise.app.jobs import AnyJob, Changes, cap_in_bytes, read, texts, trainable
 from shardwise.device.fake import create
 from shardwise.device.find import FAKE, REPLAY
+from shardwise.engines import settings_of
 from shardwise.engines.facts import Devices
 from shardwise.errors import JobError, MachineError, ShardwiseError
 from shardwise.hardware.detect import gpu_count
@@ -32,10 +33,12 @@ from shardwise.power.lease import FOLDER as LEASES
 from shardwise.record.energy import read_used
 from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
-from shardwise.record.read import is_run_folder, read_run
+from shardwise.record.read import is_being_written, is_run_folder, read_run
+from shardwise.record.write import in_use
 from shardwise.report.terminal import show
 from shardwise.screen import as_text
 from shardwise.space.auto import resolve
+from shardwise.strategy import Strategy
 from shardwise.training.mirror import is_place, take, take_missing
 
 
@@ -278,6 +281,8 @@ def _spec(
     loaded, folder = _named(job, changes, resume=not begins, needs_data=True)
     asked, gpus = trainable(loaded).job, gpu_count()
     first = nodes is None or nodes.rank == 0
+    if nodes is None and not options["dry_run"] and is_being_written(folder):
+        raise in_use(folder)
     if first and not options["dry_run"]:
         resume_from = take_missing(asked, folder, resume_from, begins=begins)
     resume = resume or (supervise and is_run_folder(folder))
@@ -302,7 +307,8 @@ def _spec(
         flag = "--simulate-power" if simulate_power else "--on-oom retry"
         fix = "leave it out; after GPU memory ran out the error says what would fit"
         raise JobError(f"{flag} works on one machine, and this run has {count}", where=flag, fix=fix)
-    _check_strategy(loaded, processes * count, gpus, resuming=resume)
+    kept = resuming.last_choice(folder, asked, processes * count) if resume else None
+    _check_strategy(loaded, kept, processes * count, gpus, resuming=resume)
     spec = LaunchSpec(
         job=asked.model_dump(mode="json"),
         run_dir=str(folder),
@@ -311,7 +317,7 @@ def _spec(
         resume=resume,
         resume_from=None if resume_from is None else resuming.step_named(folder, resume_from),
         memory_cap_bytes=cap_in_bytes(memory_cap, gpus),
-        chosen=resuming.last_choice(folder, asked, processes * count) if resume else None,
+        chosen=kept,
         **{**options, "command": list(options["command"])},
     )
     return spec, folder
@@ -343,14 +349,18 @@ def _check_budget(job: Job, folder: Path) -> None:
         raise JobError(what, where="energy.budget_kwh", fix=fix)
 
 
-def _check_strategy(loaded: LoadedJob, processes: int, gpus: int, *, resuming: bool) -> None:
+def _check_strategy(
+    loaded: LoadedJob, kept: dict[str, Any] | None, processes: int, gpus: int, *, resuming: bool
+) -> None:
     """Refuse what cannot be combined before any process starts, at the job file's lines.
 
-    The workers resolve the strategy again; they know the model's size and the GPU's memory.
+    `kept`: the choice that a resumed run keeps (`last_choice`), whatever the file says. The workers resolve
+    the strategy again; they know the model's size and the GPU's memory.
     """
+    own = {} if kept is None else {"strategy": settings_of(Strategy.from_json(kept["strategy"]))}
     try:
         devices: Devices = "cuda" if gpus else "cpu"
-        resolve(loaded.job, world_size=processes, devices=devices, resuming=resuming)
+        resolve(loaded.job.model_copy(update=own), world_size=processes, devices=devices, resuming=resuming)
     except JobError as error:
         raise loaded.located(error) from None
 

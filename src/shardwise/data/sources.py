@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from shardwise.errors import DataError, Problem
-from shardwise.job.paths import DATA_SUFFIXES
+from shardwise.job.paths import DATA_SUFFIXES, NOT_READ, is_local
 
 PART_CHARS = 4 << 20  # a longer document is read in parts of about this many characters
-NOT_READ = (".csv", ".tsv", ".ndjson", ".arrow", ".gz", ".tgz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z")
 
 Record = tuple[str, dict[str, Any]]  # where the record stands (`file:line`), and its fields
 
@@ -105,8 +104,7 @@ def open_sources(spec: str | list[str], *, split: str, subset: str | None = None
     if not isinstance(spec, str):
         shared: Any = {"split": split, "subset": subset, "key": key}
         return [source for name in spec for source in open_sources(name, **shared)]
-    local = spec.lower().endswith(DATA_SUFFIXES) or Path(spec).exists()
-    if not local and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", spec):
+    if not is_local(spec) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", spec):
         return [_hub(spec, split=split, subset=subset, key=key)]
     return [FileSource(path) for path in _local(Path(spec), key=key)]
 

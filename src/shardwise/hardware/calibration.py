@@ -124,7 +124,7 @@ def calibrated(hardware: Hardware) -> Hardware:
     source = f"shardwise doctor --calibrate on this machine, {found.date}"
     for name, rate in (("intra", found.between), ("host_link", found.host)):
         if rate is not None:
-            how = {"source": source, "pair_share": 1.0, "measured": True}
+            how = {"source": source, "pair_share": 1.0, "pair_gather_share": 1.0, "measured": True}
             link = replace(getattr(hardware, name), **asdict(rate), **how)
             hardware = replace(hardware, **{name: link})
     return hardware

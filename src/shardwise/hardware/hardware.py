@@ -17,6 +17,7 @@ class Link:
     bytes_per_second: float  # what one GPU sends, and also receives, while all that share it do so
     source: str
     pair_share: float = 1.0  # of that rate, in an all-reduce between two GPUs
+    pair_gather_share: float = 1.0  # the same in an all-gather or a reduce-scatter
     measured: bool = False  # measured on this machine by `doctor --calibrate`; otherwise the catalog's
 
 

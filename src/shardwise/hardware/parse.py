@@ -107,7 +107,7 @@ def with_slot(text: str, hardware: Hardware) -> str | None:
 
 def _read(text: str) -> _Spec:
     where = f"hardware {text!r}"
-    found = _SPEC.fullmatch(re.sub(r"(?<=[0-9])\s*[x×]\s*", "x", text.strip(), flags=re.IGNORECASE))
+    found = _SPEC.fullmatch(re.sub(r"(?<=[0-9])\s*[x×*]\s*", "x", text.strip(), flags=re.IGNORECASE))
     if found is None or not re.search(r"\w", found["gpu"]) or "," in text:
         raise JobError(f"{text!r} describes no hardware", where=where, fix=f"write it as one of {EXAMPLES}")
     if re.match(r"[0-9]+x.", found["gpu"], re.IGNORECASE):

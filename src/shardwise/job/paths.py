@@ -28,13 +28,17 @@ TEMPLATE_OF = {
 FILL_IN = {"model.source": "fill-in-the-model", "data.train": "fill-in-the-data.jsonl"}
 """What `shardwise init --from` writes where no file says it."""
 DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt")
+NOT_READ = (".csv", ".tsv", ".ndjson", ".arrow", ".gz", ".tgz", ".zst", ".xz", ".bz2", ".zip", ".tar", ".7z")
+"""Data as others have them: to be unpacked or converted."""
 
 
 def is_local(name: str, folder: str | Path = "") -> bool:
     """Whether the name of a model or of data is a file or folder of this machine, seen from `folder`."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
-    return Path(name).suffix.lower() in DATA_SUFFIXES or Path(folder, name).exists()
+    suffix = Path(name).suffix.lower()
+    like_a_file = suffix in NOT_READ or difflib.get_close_matches(suffix, DATA_SUFFIXES, cutoff=0.8)
+    return bool(like_a_file) or Path(folder, name).exists()
 
 
 def seen_from(folder: Path, key: str, value: Any) -> Any:

@@ -3,6 +3,7 @@
 This table is all that a job knows of an engine. What an engine does is in its descriptor (`engines/`).
 """
 
+import re
 from typing import Any, NamedTuple
 
 Parts = dict[str, Any]
@@ -44,10 +45,24 @@ NAMED: dict[str, Parts] = {
     "zero1": {"engine": "deepspeed", "stage": 1},
     "zero2": {"engine": "deepspeed", "stage": 2},
     "zero3": {"engine": "deepspeed", "stage": 3},
-    "zero2-offload": {"engine": "deepspeed", "stage": 2, "offload_optimizer": "cpu"},
-    "zero3-offload": {"engine": "deepspeed", "stage": 3, **_HOST},
+    "zero3-noreshard": {"engine": "deepspeed", "stage": 3, "reshard": False},
     "fsdp2": {"engine": "fsdp2"},
+    "fsdp2-noreshard": {"engine": "fsdp2", "reshard": False},
+    "zero1-offload": {"engine": "deepspeed", "stage": 1, "offload_optimizer": "cpu"},
+    "zero2-offload": {"engine": "deepspeed", "stage": 2, "offload_optimizer": "cpu"},
+    "zero3-offload-optimizer": {"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
+    "zero3-offload": {"engine": "deepspeed", "stage": 3, **_HOST},
     "fsdp2-offload": {"engine": "fsdp2", **_HOST},
     "ddp": {"engine": "ddp"},
     "ddp-zero1": {"engine": "ddp-zero1"},
 }
+"""From the fastest to the leanest, replicas last. A plan names others in the same way (`Strategy.name`)."""
+
+_DEGREE = re.compile(r"autotp(?P<tensor_parallel>\d+)-zero(?P<stage>[12])|fsdp2-hsdp(?P<shard_group>\d+)")
+
+
+def with_degree(name: str) -> Parts:
+    """The parts of a strategy that a plan names with a degree, as `autotp2-zero1`; empty for other names."""
+    found = _DEGREE.fullmatch(name)
+    numbers = {key: int(text) for key, text in (found.groupdict() if found else {}).items() if text}
+    return {"engine": "deepspeed" if "stage" in numbers else "fsdp2", **numbers} if numbers else {}

@@ -12,6 +12,7 @@ from shardwise.errors import Problem
 from shardwise.job import json_schema
 from shardwise.job.schema import SAMPLE_FIELDS, Job
 from shardwise.job.source import Document, Key, dotted
+from shardwise.job.strategies import with_degree
 
 _REQUIRED: dict[Key, Any] = {("name",): "job", ("model", "source"): "model", ("data", "train"): "data"}
 """Values for required keys that are absent or wrong, so that the other keys can still be checked."""
@@ -89,6 +90,8 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
     if isinstance(value, str):
         if "true or false" in allowed and value.lower() in _BOOLEANS:
             return f"write `{name}: {_BOOLEANS[value.lower()]}`"
+        if key == ("strategy",) and (parts := with_degree(value)):
+            return f"write `strategy: {{{', '.join(f'{name}: {part}' for name, part in parts.items())}}}`"
         words = [str(word) for schema in json_schema.at(key) for word in json_schema.choices(schema)]
         close = [word for word in (_WORDS.get(value.lower()),) if word in words]
         close = close or difflib.get_close_matches(value, words, n=1)

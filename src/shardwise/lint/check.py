@@ -30,9 +30,9 @@ from shardwise.lint.read import (
     with_loaded,
 )
 from shardwise.lint.rules import RULES, versions
-from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.loaded import with_what_scripts_set
 from shardwise.lint.rules.steps import not_followed
+from shardwise.lint.rules.training import tool_of
 from shardwise.lint.script_run import as_run
 from shardwise.lint.script_text import as_older
 from shardwise.lint.setup import READER_NAMES, Setup

@@ -167,8 +167,8 @@ def _of_scripts(setup: Setup) -> Translated | str:
     found = next(translate(replace(setup, documents=(made, *setup.documents))))
     how = "one process" if alone else "DDP, one process a GPU, as torchrun starts it"
     how = "FSDP2, for the Trainer's `fsdp`" if kind == "accelerate" else how
-    number = used or "fp32: no file asks for bf16 or fp16"
-    found = replace(found, assumed=(how, number, *found.assumed), left_out=())
+    number = () if used else ("fp32: no file asks for bf16 or fp16",)
+    found = replace(found, assumed=(how, *number, *found.assumed), left_out=())
     own = "strategy=single" if alone else "strategy=ddp"
     return found if kind == "accelerate" else replace(found, changes=(own, *found.changes[1:]))
 

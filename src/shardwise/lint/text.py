@@ -16,7 +16,7 @@ _PIECE = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|#[^\n]*|/\*|[^\s"#]')
 _WORD = re.compile(r"[^\s,:\[\]{}\"]*")
 _UNPRINTED = re.compile("[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FOREIGN = {"True": "true", "False": "false", "yes": "true", "no": "false"}
-_FOREIGN |= dict.fromkeys(("None", "NaN", "Infinity", "-Infinity"), "null")
+_FOREIGN |= {"None": "null", **dict.fromkeys(("NaN", "Infinity", "-Infinity"), "a finite number")}
 _KNOWN = "a number, true, false, null or text in quotes"
 _WRONG: dict[str, list[str]] = table("not_json")
 """What is said for the beginning of a message of Python's json, and the fix."""

@@ -15,6 +15,7 @@ from shardwise.lint.rules.families import targets_of
 from shardwise.lint.rules.keys import unknown_keys
 from shardwise.lint.rules.offload import OPTIMIZER, PARAMETERS, place
 from shardwise.lint.rules.parallel import degree_of
+from shardwise.lint.rules.training import tool_of
 from shardwise.lint.rules.zero import ZERO, stage_of
 from shardwise.lint.schema import names
 from shardwise.lint.script_settings import LORA
@@ -164,9 +165,11 @@ def _number(setup: Setup, *names: str) -> int | None:
 
 
 def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) -> list[str]:
-    """Settings that only the script has: checkpointing, adapters, sequence length."""
+    """Settings that only the script has: checkpointing, adapters and their base, sequence length."""
     changes = []
     recompute = setup.training("gradient_checkpointing", "activation_checkpointing")
+    if recompute is None and any(tool_of(one) == "LLaMA-Factory" for one in setup.of("training")):
+        recompute = not setup.training("disable_gradient_checkpointing")
     if isinstance(recompute, bool):
         changes.append(f"train.checkpointing={'full' if recompute else 'none'}")
     elif not checkpointing:
@@ -177,7 +180,10 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
     counts = {"model.lora.rank": rank, "data.sequence_length": length}
     if rank is not None:
-        changes += _targets(setup, assumed)
+        bits = {"4": "nf4", "8": "int8"}.get(str(setup.training("quantization_bit")), "")
+        base = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
+        bits = next((kind for name, kind in base.items() if setup.training(name) is True), bits)
+        changes += [f"model.quantization={bits}"] * bool(bits) + _targets(setup, assumed)
     return changes + [f"{key}={count}" for key, count in counts.items() if count is not None]
 
 

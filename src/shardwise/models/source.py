@@ -116,7 +116,8 @@ def download(
         what = f"{repository} is not on this machine, and the hub cannot be reached ({type(error).__name__})"
         folder = alike(repository, MODEL_FILES)
         hint = f"did you mean the folder {folder}? Else " if folder else ""
-        raise MachineError(what, where=where, fix=f"{hint}{offline_fix}") from None
+        fix = f"{hint}{offline_fix}; or set HTTPS_PROXY, or HF_ENDPOINT to a mirror"
+        raise MachineError(what, where=where, fix=fix) from None
 
 
 def _repository(name: str, shape: Shape | None) -> str:

@@ -174,6 +174,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         what = f"{path.name} cannot be read ({type(error).__name__})"
         fix = "the run was not set up completely: start it again under another name"
+        fix = "restore it from a copy" if (path.parent / "checkpoints").is_dir() else fix
         raise JobError(what, where=str(path), fix=fix) from None
     if not isinstance(values, dict):
         raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")
@@ -194,6 +195,9 @@ def no_run(folder: Path) -> JobError:
         what = f"{folder} is a file, not a run folder" if folder.exists() else f"there is no folder {folder}"
         near = alike(str(folder), (JOB,), base := folder.parent)
         fix = f"did you mean {base / near}?" if near else _known_runs(base)
+        return JobError(what, where=str(folder), fix=fix)
+    if (folder / JOB).is_file() and (folder / "checkpoints").is_dir():
+        what, fix = f"the run folder has lost its {PLAN}", "restore it from a copy"
         return JobError(what, where=str(folder), fix=fix)
     if (folder / JOB).is_file() and not runs_in(folder):
         place = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "

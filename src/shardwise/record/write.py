@@ -113,7 +113,7 @@ class EventWriter:
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         """With `resumed_step`, the events of later steps are removed first: no step appears twice."""
-        self._after, self._gap = "", False
+        self._after, self._gap = "", bool(resumed_step)  # a gap where the file is lost
         if resumed_step is not None and path.exists():
             self._after, self._gap = _drop_after(path, resumed_step)
         self._file: TextIO = path.open("a", encoding="utf-8")
@@ -121,8 +121,12 @@ class EventWriter:
     def write(self, event: Event) -> None:
         line = to_line(event, now=time.time(), after=self._after, gap=self._gap)
         self._after, self._gap = line_hash(line.encode()), False
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:  # which does not say of what file
+            error.filename = self._file.name
+            raise
 
     def close(self) -> None:
         self._file.close()
@@ -163,6 +167,13 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def in_use(folder: Path) -> MachineError:
+    """Says that another process has locked the run folder."""
+    what = f"another process is writing to the run folder {folder}"
+    fix = "wait for that run to end, or stop it; two runs in one folder would mix"
+    return MachineError(what, where=str(folder / LOCK), fix=fix)
+
+
 def _lock(path: Path) -> tuple[int, ...]:
     """Lock the folder while the returned descriptors are open. MachineError where another process has.
 
@@ -174,9 +185,7 @@ def _lock(path: Path) -> tuple[int, ...]:
         if descriptor is None:
             for one in held:
                 os.close(one)
-            fix = "wait for that run to end, or stop it; two runs in one folder would mix"
-            what = f"another process is writing to the run folder {path}"
-            raise MachineError(what, where=str(path / LOCK), fix=fix)
+            raise in_use(path)
         held.append(descriptor)
     return tuple(held)
 

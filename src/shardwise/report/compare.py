@@ -53,8 +53,13 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     run = run_dir if isinstance(run_dir, RunRecord) else read_run(Path(run_dir), without=UNREAD)
     heads = _of_kind(run.events, "run")
     if not heads:
-        what = f"the run in {run.path} has not started: events.jsonl has no lines"
-        raise JobError(what, where=str(run.path), fix="run `shardwise train` first")
+        what, fix = f"the run in {run.path} has not started", "run `shardwise train` first"
+        if saved := [path.name for _, path in step_folders(run.path / "checkpoints")]:
+            what, fix = (
+                f"what the run in {run.path} recorded is lost",
+                f"there are {', '.join(saved)}; resume it",
+            )
+        raise JobError(f"{what}: events.jsonl has no lines", where=str(run.path), fix=fix)
     head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))

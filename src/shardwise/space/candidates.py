@@ -12,21 +12,6 @@ from shardwise.job.strategies import NAMED, Parts, ranks_a_row
 from shardwise.space.rules import broken_rules
 from shardwise.strategy import Strategy
 
-_ORDERED: tuple[Parts, ...] = (
-    NAMED["single"],
-    NAMED["zero0"],
-    NAMED["zero1"],
-    NAMED["zero2"],
-    NAMED["zero3"],
-    {**NAMED["zero3"], "reshard": False},
-    NAMED["fsdp2"],
-    {**NAMED["fsdp2"], "reshard": False},
-    {**NAMED["zero1"], "offload_optimizer": "cpu"},
-    NAMED["zero2-offload"],
-    {**NAMED["zero3"], "offload_optimizer": "cpu"},
-    NAMED["zero3-offload"],
-    NAMED["fsdp2-offload"],
-)
 FOR_ADAPTERS, FOR_ALL_WEIGHTS = (
     tuple(parts for parts in NAMED.values() if ENGINES[parts["engine"]].only_for == trained)
     for trained in ("adapters", "all weights")
@@ -36,7 +21,7 @@ ALL_WEIGHTS = "all weights are trained: ddp-zero1 holds less than ddp does, and 
 ADAPTERS = "adapters are trained: their states are too small to be shared, and ddp sends less"
 
 REPLICAS = (*FOR_ADAPTERS, *FOR_ALL_WEIGHTS)
-SHAPES = (*_ORDERED, *(parts for parts in NAMED.values() if parts not in (*_ORDERED, *REPLICAS)))
+SHAPES = tuple(parts for parts in NAMED.values() if parts not in REPLICAS)
 """What `auto` considers without tensor parallelism, from the fastest to the leanest."""
 
 TENSOR_PARALLEL = (2, 4, 8)

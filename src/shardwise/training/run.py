@@ -259,8 +259,9 @@ def make_observer(
 ) -> Recorder | PowerTuner:
     """Rank 0's observer; creates the run folder, or opens it again."""
     folder = run_folder(ready, spec)
-    begun = spec.resume and folder.events.exists() and bool(read_events(folder.events))
-    if spec.resume and not begun:  # it was killed before its first line was complete
+    recorded = folder.events.exists() and bool(read_events(folder.events))
+    begun = spec.resume and (recorded or progress.step > 0)
+    if spec.resume and not recorded:  # it was killed before its first line was complete
         folder.events.unlink(missing_ok=True)
     folder.write_engine_config(f"{ready.strategy.engine}.json", saves.engine.config())
     recorder = Recorder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import shardwise
 from shardwise.app.jobs import size_in_bytes
 from shardwise.cli import main
 from shardwise.errors import JobError, MachineError
+from shardwise.record.write import locked
 
 JOB = """\
 name: tuned
@@ -205,6 +207,18 @@ def test_training_into_a_folder_with_something_in_it_is_refused(job: Path) -> No
     Path("runs/tuned/notes.txt").write_text("mine")
     with pytest.raises(JobError, match="exists already"):
         shardwise.train(job)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_another_process_writes_is_refused(job: Path, resume: bool) -> None:
+    Path("runs/tuned").mkdir(parents=True)
+    held = locked(Path("runs/tuned/.lock"))
+    with pytest.raises(MachineError, match="another process is writing to the run folder runs/tuned"):
+        shardwise.train(job, resume=resume)
+    assert held is not None
+    os.close(held)
+    with pytest.raises(JobError):  # of an empty run folder, or no run
+        shardwise.train(job, resume=resume)
 
 
 def test_a_check_finds_what_is_wrong(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_every_card_is_known_by_its_own_name(name: str, join: str) -> None:
         ("64x8xH100", 64, 8, "H100 SXM"),
         (" 4 x RTX 4080 ", 1, 4, "RTX 4080"),
         ("4×rtx-4080", 1, 4, "RTX 4080"),
+        ("4*RTX4080", 1, 4, "RTX 4080"),
         ("4X rtx_4080_super", 1, 4, "RTX 4080 SUPER"),
         ("NVIDIA GeForce RTX 4080", 1, 1, "RTX 4080"),
         ("8xNVIDIA H100 80GB HBM3", 1, 8, "H100 SXM"),

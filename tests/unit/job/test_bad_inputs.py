@@ -214,6 +214,18 @@ CASES = [
     Case("csv", GOOD.replace("qa.jsonl", "table.csv"), ["convert it to one of json, jsonl, parquet, txt"]),
     Case("no-model-folder", GOOD.replace("source: base", "source: ./bas"), ["./bas", "did you mean base?"]),
     Case("not-a-model", GOOD.replace("source: base", "source: empty"), ["no config.json"]),
+    Case("no-csv", data("eval: zh.csv"), ["job.yaml:6", "zh.csv does not exist"]),
+    Case("misspelt-suffix", data("eval: zh.jsonI"), ["job.yaml:6", "zh.jsonI does not exist"]),
+    Case(
+        "strategy-with-a-degree",
+        with_("strategy: autotp2-zero1"),
+        ["job.yaml:8", "write `strategy: {engine: deepspeed, tensor_parallel: 2, stage: 1}`"],
+    ),
+    Case(
+        "strategy-with-a-group",
+        with_("strategy: fsdp2-hsdp8"),
+        ["job.yaml:8", "write `strategy: {engine: fsdp2, shard_group: 8}`"],
+    ),
     Case("no-template", data("chat_template: chat.jinja"), ["job.yaml:6", "chat.jinja does not exist"]),
     Case(
         "other-trainers-template",

@@ -283,3 +283,56 @@ def test_a_job_of_shardwises_own(
     report = check("job.yaml", gpus="4xRTX4090")
     assert report.fit is not None
     assert report.fit.unavailable == "job.yaml is no job that can run"
+
+
+FACTORY = """model_name_or_path: Qwen/Qwen2.5-7B-Instruct
+finetuning_type: lora
+quantization_bit: {bits}
+per_device_train_batch_size: 1
+bf16: true
+"""
+QLORA = """from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from peft import LoraConfig, get_peft_model
+bits = BitsAndBytesConfig(load_in_4bit={on})
+model = get_peft_model(model, LoraConfig(r=8))
+Trainer(model=model, args=TrainingArguments(bf16=True, gradient_checkpointing=True)).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "base", "recomputed"),
+    [
+        (FACTORY.format(bits=4), "nf4", "full"),
+        (FACTORY.format(bits=8), "int8", "full"),
+        (FACTORY.format(bits="null"), "none", "full"),
+        (FACTORY.format(bits=4) + "disable_gradient_checkpointing: true\n", "nf4", "none"),
+        (QLORA.format(on=True), "nf4", "full"),
+        (QLORA.format(on=False), "none", "full"),
+    ],
+)
+def test_a_quantised_base_is_planned_as_one(text: str, base: str, recomputed: str) -> None:
+    planned = list[Job]()
+
+    def make_plan(job: Job, hardware: Hardware) -> Plan:
+        planned.append(job)
+        return planner(rows_and_blocks)(job, hardware)
+
+    name = "train.py" if "import" in text else "train.yaml"
+    setup = Setup(documents=(read(text, name),), asked_world_size=2)
+    fit = fit_of(setup, "llama-2-7b", [], parse_hardware("2xRTX4080"), make_plan)
+    job = planned[0]
+    assert job.model.lora is not None
+    assert (job.model.quantization, job.model.lora.rank) == (base, 8)
+    assert job.train.checkpointing == recomputed
+    assert "bf16" not in " ".join(fit.assumed)
+
+
+def test_llama_factory_stores_4_bits_so_that_zero_3_shards_them(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}')
+    rules = dict[int, set[str]]()
+    for bits in (4, 8):
+        (tmp_path / "train.yaml").write_text(FACTORY.format(bits=bits) + "deepspeed: ds.json\n")
+        report = check([tmp_path / "train.yaml", tmp_path / "ds.json"], gpus="2xRTX4080")
+        rules[bits] = {one.rule for one in report.findings if one.severity == "warning"}
+        assert report.fits[0].unavailable == "`--model Qwen/Qwen2.5-7B-Instruct` plans whether it fits"
+    assert rules[8] - rules[4] == {"quantised-under-zero"}

@@ -286,7 +286,7 @@ SHARDED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "a dict of strategies": (
         "kinds = {'full': ShardingStrategy.FULL_SHARD, 'grad': ShardingStrategy.SHARD_GRAD_OP}\n"
         "FSDP(model, sharding_strategy=kinds['grad'])\napply_activation_checkpointing(model, check_fn=f)\n",
-        {"strategy.engine": "fsdp2", "strategy.reshard": False, "train.checkpointing": "full"},
+        {"strategy": "fsdp2-noreshard", "train.checkpointing": "full"},
         (),
     ),
     "arguments in a mapping": (
@@ -364,8 +364,7 @@ CASES["sharded: by accelerate's plugin"] = (
         "DataLoader(rows, batch_size=2)\n"
     },
     {
-        "strategy.engine": "fsdp2",
-        "strategy.reshard": False,
+        "strategy": "fsdp2-noreshard",
         "train.precision": "bf16",
         "train.global_batch": 8,
     },
@@ -427,7 +426,7 @@ for given, strategy in (
     ("strategy=DeepSpeedStrategy()", "zero2"),
     (
         "strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True)",
-        {"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},
+        "zero3-offload-optimizer",
     ),
     ("strategy=DeepSpeedStrategy(stage=2, offload_optimizer=True)", "zero2-offload"),
     (
@@ -503,10 +502,23 @@ for name, rows, expected, sentences in (
         (),
     ),
     (
+        "columns of its own",
+        '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "query": "", "response": "antwort"}}}',
+        {"data.format": {"instruction": "frage", "output": "antwort"}},
+        (),
+    ),
+    (
         "columns that a job does not read",
-        '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "response": "antwort"}}}',
+        '{"one": {"file_name": "one.json", "columns": {"prompt": "frage", "response": "antwort", "images": "bild"}}}',
         {"data.format": None},
         ("columns.prompt (line 1) `frage`", "prepare rows with the fields of data.format"),
+    ),
+    (
+        "two with columns that differ",
+        '{"one": {"file_name": "1.json", "columns": {"prompt": "a", "response": "b"}}, '
+        '"two": {"file_name": "2.json", "columns": {"prompt": "c", "response": "b"}}}',
+        {"data.format": None},
+        ("columns",),
     ),
     (
         "pairs",
@@ -669,7 +681,7 @@ CASES |= {
             "FSDP(model, sharding_strategy=getattr(ShardingStrategy, ns.strategy))\n"
             "DataLoader(rows, batch_size=ns.batch_size)\ntorch.optim.AdamW(p, lr=ns.lr)\n",
         },
-        {"train.global_batch": 48, "optimizer.learning_rate": 2e-4, "strategy.reshard": False},
+        {"train.global_batch": 48, "optimizer.learning_rate": 2e-4, "strategy": "fsdp2-noreshard"},
         (),
     ),
     "walk: one of several strategies": (

@@ -25,7 +25,7 @@ BY_FLAG = (
     "if a.plugin == 'ddp':\n    plugin = TorchDDPPlugin()\nelif a.plugin == 'zero2':\n"
     "    plugin = LowLevelZeroPlugin(stage=2, precision='bf16', max_norm=0.5)\n"
 )
-OFFLOAD = {"engine": "deepspeed", "stage": 1, "offload_optimizer": "cpu"}
+OFFLOAD = "zero1-offload"
 
 
 def colossal(plugin: str, command: str = "") -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.engines import settings_of, strategy_flag
+from shardwise.engines import parts_of, settings_of, strategy_flag
 from shardwise.engines.facts import Architecture
 from shardwise.job.load import check_job
 from shardwise.job.schema import Job
@@ -150,9 +150,8 @@ def test_the_flags_make_a_job_of_the_other_strategy(other: Strategy) -> None:
     assert document.problems == []
     job = Job.model_validate(document.values)
     if other.name != ZERO2.name:
-        assert not isinstance(job.strategy, str)
-        assert (job.strategy.engine, job.strategy.reshard) == (other.engine, other.reshard)
-        assert job.strategy.offload_optimizer == other.offload_optimizer
+        assert job.strategy != "auto"
+        assert Strategy(**parts_of(job.strategy)).name == other.name
     expected = {0: "none" if ZERO2.checkpoint_every else "auto", 1: "full"}
     assert job.train.checkpointing == expected.get(other.checkpoint_every, other.checkpoint_every)
     assert job.train.micro_batch == (None if other.micro_batch == 4 else other.micro_batch)
@@ -195,7 +194,7 @@ def test_the_flags_of_each_strategy_of_a_plan_leave_exactly_that_strategy(
         (ZERO2, "zero2"),
         (Strategy(engine="single"), "single"),
         (Strategy(engine="fsdp2", offload_optimizer="cpu", offload_parameters="cpu"), "fsdp2-offload"),
-        (Strategy(engine="fsdp2", reshard=False), '{"engine": "fsdp2", "reshard": false}'),
+        (Strategy(engine="fsdp2", reshard=False), "fsdp2-noreshard"),
         (replace(ZERO2, bucket=10**8), '{"engine": "deepspeed", "stage": 2, "bucket": 100000000}'),
         (Strategy(engine="ddp", powersgd=4), '{"engine": "ddp", "powersgd": 4}'),
         (

@@ -31,7 +31,7 @@ toy-1.3b · 1.3B parameters, all trained, bf16
   --all shows 23 more, 19 not simulated because smaller ones fail
   host?: if the hosts have the memory; `+128GiB` behind the GPUs says how much
   error of the prediction in 48 measured runs of zero2 on H100 SXM, H200 SXM:
-  0.2% in memory (worst 2.7%), 21.2% in time (worst 60.1%; the 17 that wait for
+  0.2% in memory (worst 2.7%), 21.0% in time (worst 60.1%; the 17 that wait for
   the host as much); none ran on this GPU
 
 ▶ zero2 with micro-batch 8, accumulation 2, checkpointing every block

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,36 @@ def test_a_resume_keeps_what_was_noticed_and_notices_a_lost_end(tmp_path: Path) 
     write(path, ResumeEvent(step=7), step(8), resumed_step=7)
     events, gaps = read_events_and_gaps(path)
     assert ([event["step"] for event in events], gaps) == ([1, 3, 4, 4, 5, 7, 8], [2, 6])
+
+
+@pytest.mark.parametrize("left", [None, ""])
+def test_a_resume_notices_that_all_of_the_record_is_lost(tmp_path: Path, left: str | None) -> None:
+    path = tmp_path / "events.jsonl"
+    if left is not None:
+        path.write_text(left)
+    write(path, ResumeEvent(step=4), step(5), resumed_step=4)
+    assert read_events_and_gaps(path)[1] == [1]
+
+
+def test_a_full_disk_is_said_of_the_file_that_found_no_room() -> None:
+    writer = EventWriter(Path("/dev/full"))
+    with pytest.raises(OSError, match="No space left") as error:
+        writer.write(step(1))
+    assert error.value.filename == "/dev/full"
+    with suppress(OSError):  # what is left in its buffer
+        writer.close()
+
+
+def test_a_run_with_checkpoints_is_not_to_be_started_again(tmp_path: Path) -> None:
+    run = create(tmp_path / "a")
+    (run.path / "plan.json").write_text("{")
+    for fix, folder in (("start it again", ""), ("restore it from a copy", "checkpoints")):
+        (run.path / folder).mkdir(exist_ok=True)
+        with pytest.raises(JobError, match=f"plan.json cannot be read(.|\\s)*{fix}"):
+            read_run(run.path)
+    (run.path / "plan.json").unlink()
+    with pytest.raises(JobError, match=r"has lost its plan\.json"):
+        read_run(run.path)
 
 
 def test_a_link_in_the_folder_is_not_written_through(tmp_path: Path) -> None:

@@ -176,6 +176,9 @@ def test_a_folder_without_a_started_run_is_an_error(tmp_path: Path) -> None:
     assert caught.value.problems[0].fix.startswith(f"`cd {tmp_path} && shardwise train job.yaml`")
     with pytest.raises(JobError, match="has not started"):
         summary(make(tmp_path / "a"))
+    (tmp_path / "a" / "checkpoints" / "step-000004").mkdir(parents=True)
+    with pytest.raises(JobError, match=r"recorded is lost(.|\s)*step-000004"):
+        summary(tmp_path / "a")
 
 
 def test_beside_a_job_file_its_runs_are_named(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.time import collectives as c
 from shardwise.simulate.time.collectives import BASE_SECONDS, Group, group
+from shardwise.simulate.time.roofline import held, table
 from shardwise.simulate.time.step import slowest_links
 from shardwise.strategy import Strategy
 
@@ -94,6 +97,36 @@ def test_sums_between_two_gpus_take_as_long_as_measured() -> None:
     for kernel in kernels:
         assert c.all_reduce(kernel["bytes"], pair) == pytest.approx(kernel["microseconds"] * 1e-6, rel=0.12)
     assert len(kernels) == 7
+
+
+def overlapped() -> list[dict[str, Any]]:
+    """What benchmarks/overlap measured between two H200, with NCCL as it is."""
+    path = Path(__file__).parents[3] / "benchmarks/overlap/results/2xh200.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    changed = {"NCCL_MAX_CTAS", "NCCL_MIN_CTAS", "NCCL_PROTO"}
+    return [line for line in lines if not changed.intersection(line["nccl_variables"])]
+
+
+def test_gathers_between_two_gpus_take_as_long_as_measured() -> None:
+    pair = group(parse_hardware("4xH200"), 2)
+    of = {"all_gather": c.all_gather, "reduce_scatter": c.reduce_scatter, "all_reduce": c.all_reduce}
+    alone = [line for line in overlapped() if "milliseconds" in line and line["megabytes"] >= 64]
+    for line in alone:
+        seconds = of[line["collective"]](line["megabytes"] * 2**20, pair)
+        assert seconds == pytest.approx(line["milliseconds"] * 1e-3, rel=0.15)
+    assert len(alone) == 15
+
+
+def test_kernels_are_slowed_as_measured() -> None:
+    """Blocks of NCCL hold multiprocessors; most kernels take as much longer as these are missing."""
+    shares = [line["blocks"] / line["multiprocessors"] for line in overlapped() if "blocks" in line]
+    assert shares == pytest.approx([held("nvlink4")] * 3, rel=0.02)
+    slower = {True: list[float](), False: list[float]()}
+    for line in overlapped():
+        if "kernel" in line:
+            slower[line["kernel"] == "products of experts"].append(line["kernel_slower"])
+    assert statistics.mean(slower[False]) == pytest.approx(1 / (1 - held("nvlink4")) - 1, abs=0.03)
+    assert statistics.mean(slower[True]) == pytest.approx(table()["communication"]["grouped"] - 1, abs=0.02)
 
 
 def test_more_ranks_than_gpus_count_as_more_nodes() -> None:

@@ -27,7 +27,9 @@ def step(watts: float, gpus: int = 1, gpu=A40, **seconds: float) -> Prediction:
     """A step of one second, all of it compute-bound, that draws `watts` on each GPU at its own limit."""
     nothing = dict.fromkeys(Time.__dataclass_fields__, 0.0)
     busy = dict.fromkeys(("step_seconds", "full_clock_seconds", "compute_seconds", "clocked_seconds"), 1.0)
-    time = Time(**{**nothing, **busy, **seconds, "tokens_per_step": 1000, "world_size": gpus})
+    time = Time(
+        **{**nothing, **busy, **seconds, "tokens_per_step": 1000, "world_size": gpus, "link": "nvlink4"}
+    )
     idle = Draw(gpu).constant_watts * gpus * time.step_seconds
     energy = Energy(
         joules_per_step=watts * gpus * time.step_seconds,

@@ -12,7 +12,7 @@ from shardwise.hardware.parse import parse_hardware
 from shardwise.simulate.prediction import Time
 from shardwise.simulate.step_trace import FORWARD, FORWARD_END, OP, Op, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.roofline import Roofline, table
+from shardwise.simulate.time.roofline import Roofline, held, table
 from shardwise.simulate.time.schedule import Schedule
 from shardwise.simulate.time.step import Played, predict_time
 from shardwise.simulate.time.streams import Clocks, Streams, Totals, Work, event
@@ -306,13 +306,26 @@ def played(streams: Streams) -> Clocks:
 
 
 def test_collectives_take_multiprocessors_from_the_computation() -> None:
-    share = table()["communication"]["multiprocessors"]
+    share = held(HARDWARE.intra.name)
     streams = Streams(HARDWARE, "bf16")
     streams.communicate(1.0, 0.0, after_compute=False)
     streams.compute(0.5)
     assert played(streams).compute == pytest.approx(0.5 / (1 - share), rel=1e-3)
     streams.compute(1.0)  # what is left when the collective ends runs at full speed
     assert played(streams).compute == pytest.approx(1.0 + 1.5 - (1 - share), rel=1e-3)
+
+
+def test_products_with_experts_wait_for_multiprocessors_and_few_are_held_without_nvlink() -> None:
+    def seconds(gpus: str, **of: float) -> float:
+        streams = Streams(parse_hardware(gpus), "bf16")
+        streams.communicate(10.0, 0.0, after_compute=False)
+        streams.compute(1.0, **of)
+        return played(streams).compute
+
+    assert seconds("2xH200") == pytest.approx(1.22, abs=0.01)
+    assert seconds("2xH200", grouped=1.0) == pytest.approx(1.64, abs=0.01)
+    assert seconds("2xH200", grouped=0.5) == pytest.approx((1.22 + 1.64) / 2, abs=0.01)
+    assert seconds("2xRTX4090") == pytest.approx(1.016, abs=0.001)
 
 
 def test_a_copy_and_a_collective_run_beside_each_other() -> None:
@@ -462,7 +475,7 @@ def test_a_collective_takes_its_multiprocessors_in_whatever_order_both_were_issu
     streams.compute(10.0)
     streams.communicate(seconds, 0.0, after_compute=False)
     clocks.run(streams.work[::order])
-    taken = table()["communication"]["multiprocessors"]
+    taken = held(HARDWARE.intra.name)
     most = 10.0 / (1.0 - taken)
     assert clocks.compute - clocks._launch == pytest.approx(min(10.0 + seconds * taken, most))
 
@@ -476,7 +489,7 @@ def test_a_computation_that_waits_has_nothing_to_give_to_a_collective(until: flo
     clocks._events[event(0)] = until
     clocks.run(streams.work)
     ends = max(10.0 + clocks._launch, until)
-    assert clocks.compute == pytest.approx(ends + taken * table()["communication"]["multiprocessors"])
+    assert clocks.compute == pytest.approx(ends + taken * held(HARDWARE.intra.name))
 
 
 def test_tensor_parallel_ranks_step_as_one_does(layers, unlimited) -> None:

@@ -135,11 +135,22 @@ class _Info:
         made = {key: value for key, value in _as_one(rows).items() if key not in ("file_name", "hf_hub_url")}
         shapes = {_shape(row) for row in rows}
         shape = shapes.pop() if len(shapes) == 1 else ""
-        if shape or shapes:  # else the row's own words are said
+        fields = {} if shape or shapes else _fields(rows)
+        if shape or shapes or fields:  # else the row's own words are said
             made = {key: value for key, value in made.items() if key not in ("columns", "tags", "formatting")}
-            made["shape" if shape else "formatting"] = shape or "a different one for each dataset"
+            how = {"fields": fields} if fields else {"formatting": "a different one for each dataset"}
+            made |= {"shape": shape} if shape else how
         values = {"dataset_info": made}
         yield Document(name=self.file, text="", syntax="json", kind="training", values=values, marks={})
+
+
+def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The fields of single questions and answers, of all rows; empty for what `data.format` cannot name."""
+    names: dict[str, str] = TABLE["single_turn"]
+    columns = [dict(row.get("columns") or {}) for row in rows]
+    plain = all(row.get("formatting", "alpaca") == "alpaca" and not row.get("tags") for row in rows)
+    named = {names.get(key, ""): str(value) for key, value in columns[0].items() if value}
+    return named if plain and "" not in named and columns.count(columns[0]) == len(rows) else {}
 
 
 def _shape(row: Mapping[str, Any]) -> str:

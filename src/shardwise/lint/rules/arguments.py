@@ -23,7 +23,7 @@ from shardwise.lint.rules.program import (
     within,
     words_of,
 )
-from shardwise.lint.rules.training import DEFAULTS, given_to_trainers
+from shardwise.lint.rules.training import DEFAULTS, given_to_trainers, tool_of
 from shardwise.lint.schema import as_number, closest, misspelt, names, pattern, table
 from shardwise.lint.script_inputs import options
 from shardwise.lint.setup import Setup, launched_processes
@@ -237,16 +237,6 @@ def _unchanged(program: ast.Module, name: str, holders: set[str]) -> bool:
                 if _last(to) == name:
                     return False
     return True
-
-
-def tool_of(document: Document) -> str:
-    """The framework that certainly reads a file."""
-    rows = document.get("datasets") or document.get("pretraining_dataset")
-    listed = isinstance(rows, list) and all(isinstance(one, Mapping) and "path" in one for one in rows)
-    if document.has("base_model") and listed:
-        return "Axolotl"
-    factory = document.has("model_name_or_path") and document.has("finetuning_type")
-    return "LLaMA-Factory" if factory and document.syntax != "python" else ""
 
 
 def _names_of_others(document: Document, own: set[str], tool: str, *, lenient: bool) -> Iterator[Hit]:

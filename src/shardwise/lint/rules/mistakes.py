@@ -10,11 +10,10 @@ from typing import Any
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.rules.accelerate import given_twice
-from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.families import has_no_spare_rows
 from shardwise.lint.rules.loop import SHARDED, around, made_by
 from shardwise.lint.rules.program import calls, code_of, known_values, tree_of, values_of, walk, words_of
-from shardwise.lint.rules.training import given_to_trainers
+from shardwise.lint.rules.training import given_to_trainers, tool_of
 from shardwise.lint.schema import as_number, names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_run import own_parts

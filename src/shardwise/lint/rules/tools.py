@@ -6,7 +6,7 @@ from typing import Any
 
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, training_rule
-from shardwise.lint.rules.arguments import tool_of
+from shardwise.lint.rules.training import tool_of
 from shardwise.lint.schema import as_number, table
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN

@@ -3,7 +3,7 @@
 import ast
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +97,27 @@ def device_map_and_processes(document: Document, setup: Setup) -> Iterator[Hit]:
         yield Hit(key, what, 'remove it; for a quantised base {"": local_rank}', severity=severity, line=line)
 
 
+def tool_of(document: Document) -> str:
+    """The framework that certainly reads a file."""
+    rows = document.get("datasets") or document.get("pretraining_dataset")
+    listed = isinstance(rows, list) and all(isinstance(one, Mapping) and "path" in one for one in rows)
+    if document.has("base_model") and listed:
+        return "Axolotl"
+    factory = document.has("model_name_or_path") and document.has("finetuning_type")
+    return "LLaMA-Factory" if factory and document.syntax != "python" else ""
+
+
 @training_rule("warning", "https://github.com/huggingface/accelerate/issues/3730")
 def quantised_under_zero(document: Document, setup: Setup) -> Iterator[Hit]:
     """Every process loads all quantised weights, which ZeRO does not shard."""
-    stage = zero_stage(setup)
+    stage, factory = zero_stage(setup), tool_of(document) == "LLaMA-Factory"
+    stored = factory or setup.training("bnb_4bit_quant_storage") is not None  # it says so itself
     for name in names("quantising") if distributed(setup) else ():
         value = document.get(name)
         if value in (None, False, 0, 16, 32) or value == "full":
             continue
         bits = 8 if value == 8 or "8" in name else 4
-        if stage == 3 and (bits == 8 or setup.training("bnb_4bit_quant_storage") is None):
+        if stage == 3 and (bits == 8 or not stored):
             what = f"{bits}-bit weights kept as integers are not sharded: frameworks refuse it, or it fails"
             fix = "ZeRO-2, or 4-bit with bnb_4bit_quant_storage in the training's format (bf16)"
             yield Hit((name,), what, fix, severity="warning")

@@ -9,8 +9,8 @@ from shardwise.job.paths import read_bounded
 from shardwise.lint.document import Document, every
 from shardwise.lint.finding import Hit, training_rule
 from shardwise.lint.read import LARGEST_FILE_BYTES, imported
-from shardwise.lint.rules.arguments import tool_of
 from shardwise.lint.rules.program import calls, tree_of
+from shardwise.lint.rules.training import tool_of
 from shardwise.lint.schema import names, pattern
 from shardwise.lint.script_inputs import options
 from shardwise.lint.script_reads import Readers

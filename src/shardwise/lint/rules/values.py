@@ -9,9 +9,9 @@ from shardwise.job.source import Key
 from shardwise.lint.document import Document
 from shardwise.lint.finding import Hit, Severity, training_rule
 from shardwise.lint.read import LOADS_YAML
-from shardwise.lint.rules.arguments import NUMBERS, tool_of
+from shardwise.lint.rules.arguments import NUMBERS
 from shardwise.lint.rules.program import calls, known_values
-from shardwise.lint.rules.training import PLAIN, WORDS, first_imports, given_to_trainers
+from shardwise.lint.rules.training import PLAIN, WORDS, first_imports, given_to_trainers, tool_of
 from shardwise.lint.schema import closest, misspelt, names, table
 from shardwise.lint.setup import Setup
 

@@ -43,6 +43,11 @@ class Group:
         return self.per_node * self.nodes
 
     @property
+    def is_pair(self) -> bool:
+        """Whether it is two GPUs of one node."""
+        return self.size == self.per_node == 2
+
+    @property
     def bytes_per_second(self) -> float:
         """Rate of a ring through all members."""
         if self.nodes == 1:
@@ -99,7 +104,8 @@ def group(hardware: Hardware, size: int, *, stride: int = 1) -> Group:
 
 def all_gather(num_bytes: float, group: Group) -> float:
     """Seconds until every member has `num_bytes`, each starting with an equal part."""
-    return 0.0 if group.size == 1 else _ring(num_bytes, group, rounds=1)
+    share = group.intra.pair_gather_share if group.is_pair else 1.0
+    return 0.0 if group.size == 1 else _ring(num_bytes / share, group, rounds=1)
 
 
 def reduce_scatter(num_bytes: float, group: Group) -> float:
@@ -111,7 +117,7 @@ def all_reduce(num_bytes: float, group: Group) -> float:
     """Seconds until every member has the sum of everyone's `num_bytes`, by ring or tree, the faster."""
     if group.size == 1:
         return 0.0
-    share = group.intra.pair_share if group.size == group.per_node == 2 else 1.0
+    share = group.intra.pair_share if group.is_pair else 1.0
     tree = group.tree_latency_seconds + num_bytes / share / (TREE_RATE * group.bytes_per_second)
     return min(_ring(num_bytes / share, group, rounds=2), BASE_SECONDS + 2 * tree)
 

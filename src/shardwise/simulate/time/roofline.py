@@ -134,6 +134,12 @@ class Roofline:
         return (op.read_bytes + op.written_bytes) / (self.bytes_per_second * self._shares["elementwise"])
 
 
+def held(link: str) -> float:
+    """Share of the multiprocessors that a collective over the links of this name holds."""
+    kind = "fabric" if link.startswith(("nvlink", "infinity-fabric")) else "other"
+    return float(table()["communication"][kind])
+
+
 def attention_kernel(op: Op, flash: str = "flash") -> str:
     """The rows of `[attention]` for this operator; `flash`: those for torch's flash attention."""
     return next((kernel for kernel in ("cudnn", "flash4") if kernel in op.name), flash)

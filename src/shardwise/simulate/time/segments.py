@@ -17,6 +17,7 @@ class Segment:
     unit: int  # Index into the trace's units; -1 before the first and between forward and backward pass
     backward: bool
     seconds: float  # The GPU's kernels, at full clock
+    grouped: float  # Those of them that multiply with experts
     joules: float  # Joules of the kernels, without the GPU's constant draw
     host_seconds: float  # Time in which the host issues them
     read_back: bool  # Whether the process waits at its beginning, to read a number that the segment computes
@@ -87,6 +88,7 @@ def _cut(trace: StepTrace, gpu: Gpu, host_pace: float) -> Iterator[Segment]:
             unit=unit,
             backward=backward,
             seconds=sum(seconds[op] for op in ops),
+            grouped=sum(seconds[op] for op in ops if trace.ops[op].name == "_grouped_mm"),
             joules=sum(joules[op] for op in ops),
             host_seconds=issued,
             read_back=any(op in looked_at for op in ops),

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.energy import Draw
-from shardwise.simulate.time.roofline import Host, Roofline, table
+from shardwise.simulate.time.roofline import Host, Roofline, held, table
 
 COMPUTE, COMMUNICATE, COMPUTE_WAITS, COPY, ISSUE = range(5)
 HOST_READS, HOST_WAITS, COMMUNICATION_WAITS, SETTLE, PEERS, REPLICATE = range(5, 11)
@@ -69,6 +69,7 @@ class Streams:
         self.draw = Draw(hardware.gpu)
         self.roofline = Roofline(hardware.gpu, precision)
         self._link = hardware.host_link
+        self._slower = 1.0 / (1.0 - held(hardware.intra.name))
 
     def issue(self, seconds: float) -> None:
         """The process is busy for `seconds`."""
@@ -82,9 +83,14 @@ class Streams:
         """The process waits for the computation so far, to read a result; or until an event."""
         self.work.append((HOST_READS, until))
 
-    def compute(self, seconds: float, *, issue: float = 0.0, joules: float = 0.0) -> None:
-        """Kernels of `seconds` together, which the process issues in `issue` seconds."""
-        self.work.append((COMPUTE, seconds, issue, joules))
+    def compute(
+        self, seconds: float, *, issue: float = 0.0, joules: float = 0.0, grouped: float = 0.0
+    ) -> None:
+        """Kernels of `seconds`, issued by the process in `issue`; `grouped` of them multiply with experts."""
+        slower = self._slower
+        if grouped:
+            slower += (table()["communication"]["grouped"] - slower) * grouped / seconds
+        self.work.append((COMPUTE, seconds, issue, joules, slower))
 
     def move(
         self, num_bytes: float, key: str = "elementwise", *, kernels: int = 1, issue: float = 0.0
@@ -160,7 +166,8 @@ class Clocks:
         """For each event, when the copy ran that it ends, or that delayed its collective."""
         self._delayed_by: Interval = (0.0, 0.0)
         self._launch = Host().seconds("launch")
-        self._slowed: float = 1.0 / (1.0 - table()["communication"]["multiprocessors"])
+        self._slowed = 1.0
+        """How many times as long the last computation takes while a collective runs."""
         self._waited = 0.0
         """Until when the computation last waited."""
 
@@ -177,7 +184,7 @@ class Clocks:
         for item in work:
             kind = item[0]
             if kind == COMPUTE:
-                _, seconds, issue, joules = item
+                _, seconds, issue, joules, self._slowed = item
                 start = max(compute, host + launch)
                 host += issue
                 totals.issue += issue
