@@ -18,7 +18,10 @@ HERE = Path(__file__).parent
 
 
 def over_sockets(row: Row, measured: Mapping[str, Any]) -> Hardware:
-    """H200 that NCCL joins over TCP, at the rate and latency that `doctor --calibrate` measured there."""
+    """H200 that NCCL joins over TCP, at the rate and latency that `doctor --calibrate` measured there.
+
+    It counts as no NVLink; a plan on that machine itself would take it for a slow one (0110).
+    """
     between = _link("slow", measured)["between"]
     sockets = Link(name="sockets", source="doctor --calibrate", measured=True, **between)
     return replace(parse_hardware(f"{row.gpus}xH200"), intra=sockets)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
 import pytest
 
+from shardwise.job.strategies import with_degree
 from shardwise.strategy import Strategy
 
 
@@ -50,6 +52,16 @@ from shardwise.strategy import Strategy
 )
 def test_the_name_says_what_is_special(parts: dict[str, Any], name: str) -> None:
     assert Strategy(**parts).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["autotp2-zero1", "autotp8-zero2", "zero3-hpz4", "fsdp2-hsdp8", "fsdp2-hsdp8-noreshard", "pp2-zero1"],
+)
+def test_a_name_with_a_number_says_the_parts(name: str) -> None:
+    parts = with_degree(name)
+    assert Strategy(**parts, **({"stage": 1} if parts["engine"] == "pipeline" else {})).name == name
+    assert with_degree(name.replace(re.findall(r"(?<=[a-z])[248]", name)[0], "0")) == {}
 
 
 def test_no_two_strategies_share_a_name() -> None:

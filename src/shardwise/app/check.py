@@ -153,7 +153,7 @@ def check(
             fits = [fit_of(checked.setup, model, changes, hardware, planner)]
         changes += [f"model.source={model}"] if model else []
         fits += [_fit_of_job(job, changes, hardware, planner) for job in own]
-    elif hardware and named is not None and not own:
+    elif hardware and model is None and named is not None and not own:
         fits = [Fit(unavailable=f"`--model {named}` plans whether it fits")]
     for fit in fits[::-1]:
         checked = fit.applied(checked)

@@ -281,7 +281,7 @@ def _spec(
     loaded, folder = _named(job, changes, resume=not begins, needs_data=True)
     asked, gpus = trainable(loaded).job, gpu_count()
     first = nodes is None or nodes.rank == 0
-    if nodes is None and not options["dry_run"] and is_being_written(folder):
+    if first and not options["dry_run"] and is_being_written(folder):
         raise in_use(folder)
     if first and not options["dry_run"]:
         resume_from = take_missing(asked, folder, resume_from, begins=begins)

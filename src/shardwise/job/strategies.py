@@ -58,11 +58,19 @@ NAMED: dict[str, Parts] = {
 }
 """From the fastest to the leanest, replicas last. A plan names others in the same way (`Strategy.name`)."""
 
-_DEGREE = re.compile(r"autotp(?P<tensor_parallel>\d+)-zero(?P<stage>[12])|fsdp2-hsdp(?P<shard_group>\d+)")
+_WITH_DEGREE: tuple[tuple[str, Parts, str], ...] = (
+    ("autotp{}-zero1", {"engine": "deepspeed", "stage": 1}, "tensor_parallel"),
+    ("autotp{}-zero2", {"engine": "deepspeed", "stage": 2}, "tensor_parallel"),
+    ("zero3-hpz{}", {"engine": "deepspeed", "stage": 3}, "shard_group"),
+    ("fsdp2-hsdp{}", {"engine": "fsdp2"}, "shard_group"),
+    ("fsdp2-hsdp{}-noreshard", {"engine": "fsdp2", "reshard": False}, "shard_group"),
+    ("pp{}-zero1", {"engine": "pipeline"}, "pipeline"),
+)
 
 
 def with_degree(name: str) -> Parts:
-    """The parts of a strategy that a plan names with a degree, as `autotp2-zero1`; empty for other names."""
-    found = _DEGREE.fullmatch(name)
-    numbers = {key: int(text) for key, text in (found.groupdict() if found else {}).items() if text}
-    return {"engine": "deepspeed" if "stage" in numbers else "fsdp2", **numbers} if numbers else {}
+    """The parts of a strategy that a plan names with a number, as `autotp2-zero1`; empty for other names."""
+    for pattern, parts, degree in _WITH_DEGREE:
+        if found := re.fullmatch(pattern.format(r"([1-9]\d*)"), name):
+            return {**parts, degree: int(found[1])}
+    return {}

@@ -91,7 +91,8 @@ def _hint(key: Key, value: Any, allowed: str) -> str:
         if "true or false" in allowed and value.lower() in _BOOLEANS:
             return f"write `{name}: {_BOOLEANS[value.lower()]}`"
         if key == ("strategy",) and (parts := with_degree(value)):
-            return f"write `strategy: {{{', '.join(f'{name}: {part}' for name, part in parts.items())}}}`"
+            said = ", ".join(f"{one}: {json.dumps(part)}" for one, part in parts.items())
+            return f"write `strategy: {{{said}}}`"
         words = [str(word) for schema in json_schema.at(key) for word in json_schema.choices(schema)]
         close = [word for word in (_WORDS.get(value.lower()),) if word in words]
         close = close or difflib.get_close_matches(value, words, n=1)

@@ -19,6 +19,7 @@ from pydantic_core import from_json
 from shardwise.errors import JobError
 from shardwise.job.paths import alike, open_regular
 from shardwise.job.source import job_values
+from shardwise.record.manifest import step_folders
 
 JOB = "job.yaml"
 PLAN = "plan.json"
@@ -174,7 +175,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         what = f"{path.name} cannot be read ({type(error).__name__})"
         fix = "the run was not set up completely: start it again under another name"
-        fix = "restore it from a copy" if (path.parent / "checkpoints").is_dir() else fix
+        fix = "restore it from a copy" if step_folders(path.parent / "checkpoints") else fix
         raise JobError(what, where=str(path), fix=fix) from None
     if not isinstance(values, dict):
         raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")
@@ -196,7 +197,7 @@ def no_run(folder: Path) -> JobError:
         near = alike(str(folder), (JOB,), base := folder.parent)
         fix = f"did you mean {base / near}?" if near else _known_runs(base)
         return JobError(what, where=str(folder), fix=fix)
-    if (folder / JOB).is_file() and (folder / "checkpoints").is_dir():
+    if (folder / JOB).is_file() and step_folders(folder / "checkpoints"):
         what, fix = f"the run folder has lost its {PLAN}", "restore it from a copy"
         return JobError(what, where=str(folder), fix=fix)
     if (folder / JOB).is_file() and not runs_in(folder):

@@ -1,6 +1,6 @@
 """Runs on the terminal: one in full, several in a table. Text from a run is never read as markup."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.job.load import differences
+from shardwise.record.read import read_run
 from shardwise.report.bench import NEEDED, pair
-from shardwise.report.compare import row_of, summary
+from shardwise.report.compare import UNREAD, row_of, summary
 from shardwise.report.energy import lines
 from shardwise.screen import screen
 from shardwise.units import count, duration, gib
@@ -25,7 +27,8 @@ def show(run_dirs: Sequence[str | Path], *, console: Console | None = None) -> N
         row, _ = row_of(Path(run_dirs[0]))
         _show_one(row, (row["measured"] or {"loss": []})["loss"], console)
     else:
-        _show_several([summary(path) for path in run_dirs], console)
+        runs = [read_run(Path(path), without=UNREAD) for path in run_dirs]
+        _show_several([summary(run) for run in runs], _differing([run.job for run in runs]), console)
 
 
 def compared(row: dict[str, Any]) -> dict[str, str]:
@@ -91,9 +94,21 @@ def _show_one(row: dict[str, Any], curve: Sequence[float], console: Console) -> 
             console.print(warning, soft_wrap=True)
 
 
-def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
+def _differing(jobs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The keys of jobs with values that differ, and the value of each; `-` where a file does not have it."""
+    empty: dict[str, Any] = {
+        key: {} for job in jobs for key, value in job.items() if isinstance(value, Mapping)
+    }
+    jobs = [{**empty, **job} for job in jobs]
+    changes = [{key: (old, new) for key, old, new in differences(jobs[0], job)} for job in jobs]
+    firsts = {key: old for one in changes for key, (old, _) in one.items() if key not in ("name", "output")}
+    values = {key: [one.get(key, (old, old))[1] for one in changes] for key, old in firsts.items()}
+    return {key: ["-" if one is None else str(one) for one in row] for key, row in values.items()}
+
+
+def _show_several(runs: Sequence[dict[str, Any]], differing: dict[str, list[str]], console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for run in runs:
         table.add_column(Text(str(run["name"])), justify="right")
     table.add_row("status", *(Text(run["status"]) for run in runs))
@@ -104,6 +119,8 @@ def _show_several(runs: Sequence[dict[str, Any]], console: Console) -> None:
     for label in ("energy", "energy used", "power limit"):
         if any(label in one for one in energies):
             table.add_row(label, *(Text(one.get(label, "-")) for one in energies))
+    for key, values in differing.items():
+        table.add_row(Text(key), *map(Text, values))
     console.print(table)
 
 

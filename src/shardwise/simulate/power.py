@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from shardwise.hardware.catalog import Gpu
 from shardwise.simulate.energy import Draw
 from shardwise.simulate.prediction import Prediction, Time
-from shardwise.simulate.time.roofline import held, table
+from shardwise.simulate.time.roofline import table
 
 LEAST_CLOCK = 0.1
 """210 MHz of 1980: the lowest clock of an H100."""
@@ -136,6 +136,5 @@ def _slack_seconds(time: Time, full_clock_seconds: float) -> float:
 
     Neither waits for communication and copies, nor what collectives take from the computation.
     """
-    overlapped = max(0.0, time.communication_seconds - time.exposed_communication_seconds)
-    waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds + held(time.link) * overlapped
+    waits = time.exposed_communication_seconds + time.exposed_to_copies_seconds + time.contended_seconds
     return max(0.0, full_clock_seconds - time.compute_seconds - waits)

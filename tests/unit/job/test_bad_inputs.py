@@ -219,12 +219,12 @@ CASES = [
     Case(
         "strategy-with-a-degree",
         with_("strategy: autotp2-zero1"),
-        ["job.yaml:8", "write `strategy: {engine: deepspeed, tensor_parallel: 2, stage: 1}`"],
+        ["job.yaml:8", 'write `strategy: {engine: "deepspeed", stage: 1, tensor_parallel: 2}`'],
     ),
     Case(
         "strategy-with-a-group",
         with_("strategy: fsdp2-hsdp8"),
-        ["job.yaml:8", "write `strategy: {engine: fsdp2, shard_group: 8}`"],
+        ["job.yaml:8", 'write `strategy: {engine: "fsdp2", shard_group: 8}`'],
     ),
     Case("no-template", data("chat_template: chat.jinja"), ["job.yaml:6", "chat.jinja does not exist"]),
     Case(

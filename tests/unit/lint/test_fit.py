@@ -336,3 +336,10 @@ def test_llama_factory_stores_4_bits_so_that_zero_3_shards_them(tmp_path: Path) 
         rules[bits] = {one.rule for one in report.findings if one.severity == "warning"}
         assert report.fits[0].unavailable == "`--model Qwen/Qwen2.5-7B-Instruct` plans whether it fits"
     assert rules[8] - rules[4] == {"quantised-under-zero"}
+
+
+def test_a_model_that_was_named_is_not_asked_for_again(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text(FACTORY.format(bits=4))
+    (tmp_path / "broken.json").write_text("{")
+    files = [tmp_path / "train.yaml", tmp_path / "broken.json"]
+    assert check(files, gpus="2xRTX4080", model="llama-2-7b").fits == ()

@@ -514,6 +514,12 @@ for name, rows, expected, sentences in (
         ("columns.prompt (line 1) `frage`", "prepare rows with the fields of data.format"),
     ),
     (
+        "a column alone",
+        '{"one": {"file_name": "one.json", "columns": {"prompt": "content"}}}',
+        {"data.format": None},
+        ("columns.prompt (line 1) `content`", "prepare rows with the fields of data.format"),
+    ),
+    (
         "two with columns that differ",
         '{"one": {"file_name": "1.json", "columns": {"prompt": "a", "response": "b"}}, '
         '"two": {"file_name": "2.json", "columns": {"prompt": "c", "response": "b"}}}',

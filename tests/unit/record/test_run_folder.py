@@ -264,8 +264,8 @@ def test_a_full_disk_is_said_of_the_file_that_found_no_room() -> None:
 def test_a_run_with_checkpoints_is_not_to_be_started_again(tmp_path: Path) -> None:
     run = create(tmp_path / "a")
     (run.path / "plan.json").write_text("{")
-    for fix, folder in (("start it again", ""), ("restore it from a copy", "checkpoints")):
-        (run.path / folder).mkdir(exist_ok=True)
+    for fix, folder in (("start it again", ""), ("restore it from a copy", "checkpoints/step-000004")):
+        (run.path / folder).mkdir(parents=True, exist_ok=True)
         with pytest.raises(JobError, match=f"plan.json cannot be read(.|\\s)*{fix}"):
             read_run(run.path)
     (run.path / "plan.json").unlink()

@@ -235,6 +235,19 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert ["peak", "memory", "11.0", "GiB", "-"] in lines
 
 
+def test_several_runs_show_in_what_their_jobs_differ(tmp_path: Path) -> None:
+    jobs = {
+        "a": "optimizer: {learning_rate: 0.1}",
+        "b": "optimizer: {learning_rate: 0.2}",
+        "c": "train: {steps: 3}",
+    }
+    runs = [make(tmp_path / name, (0, HEAD)) for name in jobs]
+    for run, text in zip(runs, jobs.values(), strict=True):
+        (run / "job.yaml").write_text(f"name: {run.name}\nmodel: {{source: m}}\n{text}\n")
+    lines = [line.split() for line in shown(*runs).splitlines()]
+    assert lines[-2:] == [["optimizer.learning_rate", "0.1", "0.2", "-"], ["train.steps", "-", "-", "3"]]
+
+
 @pytest.mark.parametrize("name", ["[red]x", "[/]"])
 def test_text_from_a_run_is_never_taken_for_markup(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / "a", (0, HEAD))

@@ -320,12 +320,17 @@ def test_products_with_experts_wait_for_multiprocessors_and_few_are_held_without
         streams = Streams(parse_hardware(gpus), "bf16")
         streams.communicate(10.0, 0.0, after_compute=False)
         streams.compute(1.0, **of)
-        return played(streams).compute
+        clocks = played(streams)
+        assert clocks.totals.contended == pytest.approx(clocks.compute - clocks._launch - 1.0)
+        return clocks.compute
 
     assert seconds("2xH200") == pytest.approx(1.22, abs=0.01)
     assert seconds("2xH200", grouped=1.0) == pytest.approx(1.64, abs=0.01)
     assert seconds("2xH200", grouped=0.5) == pytest.approx((1.22 + 1.64) / 2, abs=0.01)
     assert seconds("2xRTX4090") == pytest.approx(1.016, abs=0.001)
+    assert seconds("2xRTX4090", grouped=1.0) == pytest.approx(1.64, abs=0.01)
+    assert seconds("2x8xH200") == pytest.approx(1.22, abs=0.01)
+    assert seconds("2x1xH200+ib400") == pytest.approx(1.016, abs=0.001)  # all that is sent leaves the node
 
 
 def test_a_copy_and_a_collective_run_beside_each_other() -> None:
@@ -477,6 +482,7 @@ def test_a_collective_takes_its_multiprocessors_in_whatever_order_both_were_issu
     clocks.run(streams.work[::order])
     taken = held(HARDWARE.intra.name)
     most = 10.0 / (1.0 - taken)
+    assert clocks.totals.contended == pytest.approx(min(seconds * taken, most - 10.0))
     assert clocks.compute - clocks._launch == pytest.approx(min(10.0 + seconds * taken, most))
 
 

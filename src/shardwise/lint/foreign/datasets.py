@@ -149,8 +149,10 @@ def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     names: dict[str, str] = TABLE["single_turn"]
     columns = [dict(row.get("columns") or {}) for row in rows]
     plain = all(row.get("formatting", "alpaca") == "alpaca" and not row.get("tags") for row in rows)
-    named = {names.get(key, ""): str(value) for key, value in columns[0].items() if value}
-    return named if plain and "" not in named and columns.count(columns[0]) == len(rows) else {}
+    plain = plain and all(isinstance(value, str) for value in columns[0].values() if value)
+    named = {names.get(key, ""): value for key, value in columns[0].items() if value}
+    known = plain and "" not in named and named.keys() >= {"instruction", "output"}
+    return named if known and columns.count(columns[0]) == len(rows) else {}
 
 
 def _shape(row: Mapping[str, Any]) -> str:

@@ -75,6 +75,7 @@ def predict_time(trace: StepTrace, strategy: Strategy, hardware: Hardware, playe
         exposed_communication_seconds=totals.exposed,
         exposed_to_peers_seconds=totals.exposed_to_peers,
         exposed_to_copies_seconds=totals.exposed_to_copies,
+        contended_seconds=totals.contended,
         copy_seconds=totals.copy,
         optimizer_seconds=totals.optimizer,
         launch_seconds=totals.issue,

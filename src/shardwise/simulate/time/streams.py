@@ -47,6 +47,7 @@ class Totals:
     exposed_to_peers: float = 0.0  # The share of that for sums over the tensor-parallel group
     exposed_to_copies: float = 0.0
     """Waiting for copies between host and GPU, by the computation or by a collective it waits for."""
+    contended: float = 0.0  # What collectives add to the computation
     copy: float = 0.0
     optimizer: float = 0.0
     issue: float = 0.0
@@ -69,7 +70,8 @@ class Streams:
         self.draw = Draw(hardware.gpu)
         self.roofline = Roofline(hardware.gpu, precision)
         self._link = hardware.host_link
-        self._slower = 1.0 / (1.0 - held(hardware.intra.name))
+        link = (hardware.gpus_per_node == 1 and hardware.inter) or hardware.intra
+        self._slower = 1.0 / (1.0 - held(link.name))
 
     def issue(self, seconds: float) -> None:
         """The process is busy for `seconds`."""
@@ -191,6 +193,7 @@ class Clocks:
                 shared = max(communication, replicas) - start
                 lasts = seconds if shared <= 0.0 else self._slower(shared, seconds)
                 compute = max(start + lasts, host + launch)
+                totals.contended += lasts - seconds
                 totals.compute += seconds
                 totals.joules += joules
             elif kind == COMMUNICATE:
@@ -198,7 +201,9 @@ class Clocks:
                 start = max(communication, host + launch, compute if after_compute else 0.0)
                 copying[done] = self._delayed_by
                 events[done] = communication = start + seconds
-                compute += self._later(compute - max(start, self._waited), seconds)
+                later = self._later(compute - max(start, self._waited), seconds)
+                compute += later
+                totals.contended += later
                 totals.communication += seconds
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
