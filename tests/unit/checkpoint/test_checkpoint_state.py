@@ -218,11 +218,11 @@ def test_another_strategy_is_refused_for_deepspeeds_files_only(change: dict[str,
 
 
 def test_a_strategy_without_a_name_in_jobs_is_shown_by_its_parts() -> None:
-    """`--set strategy=zero3-offload-optimizer` is refused: no job knows that name."""
-    saved = origin(replace(SAVED, stage=3, offload_optimizer="cpu"))
+    """`--set strategy=zero3-offload-parameters` is refused: no job knows that name."""
+    saved = origin(replace(SAVED, stage=3, offload_parameters="cpu"))
     with pytest.raises(CheckpointError) as error:
         check_origin(Manifest(step=1, origin=saved, files={}), origin(), where="x", named=False)
-    parts = '{"engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"}'
+    parts = '{"engine": "deepspeed", "stage": 3, "offload_parameters": "cpu"}'
     assert f"resume with --set strategy='{parts}' --processes 2" in render(error.value)
 
 

@@ -11,7 +11,7 @@ from shardwise.cli import main
 from shardwise.errors import JobError
 from shardwise.job import json_schema
 from shardwise.job.load import load_job
-from shardwise.job.schema import Job, StrategySpec
+from shardwise.job.schema import SAMPLE_FIELDS, Job, StrategySpec
 from shardwise.lint.foreign import TABLE, translation
 
 MAMBA = """\
@@ -323,7 +323,9 @@ PARTS = {"weights", "least_rate"}  # of keys of a job (resolve.py)
 
 
 def test_every_key_is_one_of_a_job() -> None:
-    known = {".".join(key) for key in json_schema.every_key()}
+    known = {".".join(key) for key in json_schema.every_key()} | {
+        f"data.format.{one}" for one in SAMPLE_FIELDS
+    }
     changes = [rule if isinstance(rule, str) else "" for rule in TABLE["keys"].values()]
     changes += [
         c for rule in TABLE["keys"].values() if isinstance(rule, dict) for v in rule.values() for c in v
