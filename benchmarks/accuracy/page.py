@@ -330,14 +330,9 @@ def _ledger_line(c: Comparison) -> list[str]:
     return line
 
 
-def fastest(_: Sequence[Comparison]) -> str:
+def _fastest(lines: Sequence[Sequence[object]]) -> str:
     head = ["job", "the plan's choice", "tokens/s/GPU", "the fastest measured", "tokens/s/GPU", "slower by"]
-    return table(head, fastest_table((*FASTEST, *CHANGED)))
-
-
-def fastest_h100(_: Sequence[Comparison]) -> str:
-    head = ["job", "the plan's choice", "tokens/s/GPU", "the fastest measured", "tokens/s/GPU", "slower by"]
-    return table(head, fastest_table(ON_H100))
+    return table(head, lines)
 
 
 def mixed_documents(_: Sequence[Comparison]) -> str:
@@ -374,8 +369,8 @@ BLOCKS = {
     "peers": peers,
     "families": families,
     "terms": terms,
-    "fastest": fastest,
-    "fastest-h100": fastest_h100,
+    "fastest": lambda _: _fastest(fastest_table((*FASTEST, *CHANGED))),
+    "fastest-h100": lambda _: _fastest(fastest_table(ON_H100)),
     "mixed": mixed_documents,
     "rehearsals": rehearsals,
     "ledger": ledger,

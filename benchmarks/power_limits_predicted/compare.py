@@ -151,7 +151,7 @@ def _step(watts: float, share: float, gpu: Gpu) -> Prediction:
     """A step of one second that draws `watts` at the card's own limit."""
     nothing = dict.fromkeys(Time.__dataclass_fields__, 0)
     busy = {"step_seconds": 1.0, "full_clock_seconds": 1.0, "compute_seconds": 1.0, "clocked_seconds": share}
-    time = Time(**{**nothing, **busy, "tokens_per_step": 1, "world_size": 1, "link": ""})
+    time = Time(**{**nothing, **busy, "tokens_per_step": 1, "world_size": 1})
     energy = Energy(joules_per_step=watts, idle_joules=Draw(gpu).constant_watts, tokens_per_step=1)
     terms = MemoryTerms(**dict.fromkeys(MemoryTerms.__dataclass_fields__, 0))
     sizes = dict.fromkeys(("peak_reserved_bytes", "peak_allocated_bytes", "outside_allocator_bytes"), 0)

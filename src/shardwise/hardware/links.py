@@ -9,7 +9,6 @@ from shardwise.hardware.catalog import GB, Fabric, Gpu
 from shardwise.hardware.hardware import Link
 
 FULL_LANES = 16
-PAIR = ("pair", "pair_gather")  # rates between two GPUs
 DESKTOP_GENERATION = 4  # of a GeForce card's slot: boards that hold several seldom give each PCIe 5.0
 
 
@@ -44,8 +43,9 @@ def joined(fabric: str, links: int) -> Link:
     """GPUs that use `links` links each of the entry `fabric`."""
     row = table()["fabric"][fabric]
     link = _link(fabric, row["latency_us"], row["link_gb_s"] * links, row["source"])
-    pair = {name: row.get(f"{name}_link_gb_s", row["link_gb_s"]) / row["link_gb_s"] for name in PAIR}
-    return replace(link, **{f"{name}_share": share for name, share in pair.items()})
+    own = row["link_gb_s"]
+    gather = row.get("pair_gather_link_gb_s", own) / own
+    return replace(link, pair_share=row.get("pair_link_gb_s", own) / own, pair_gather_share=gather)
 
 
 def link_count(fabric: Fabric) -> int:

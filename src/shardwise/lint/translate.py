@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.engines.deepspeed.config import NEVER_RELEASE, PERSIST, PREFETCH
+from shardwise.folders import packaged
 from shardwise.job.schema import BUCKET, LEAST_BUCKET, MOST_BUCKET
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.rules.accelerate import DS, FILE, FSDP, as_deepspeed
@@ -27,6 +28,8 @@ FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing 
 ACCELERATE_STAGE = 2  # the stage of `auto`, or of no stage, in Accelerate
 
 _HALVES = re.compile(r"\b(?:bf16|fp16|SFTConfig)\b")  # the last computes in bf16 by default
+_BITS = ("quantization_bit", "load_in_4bit", "load_in_8bit")
+_MEANT = packaged("lint/foreign.toml")["keys"]  # what a key says of a job
 _NOT_SIMULATED = [tuple(key.split(".")) for key in names("not_simulated")]
 
 
@@ -180,10 +183,8 @@ def _script(setup: Setup, assumed: list[str], *, checkpointing: bool = False) ->
     length = _number(setup, "max_seq_length", "max_length", "cutoff_len", "sequence_len")
     counts = {"model.lora.rank": rank, "data.sequence_length": length}
     if rank is not None:
-        bits = {"4": "nf4", "8": "int8"}.get(str(setup.training("quantization_bit")), "")
-        base = {"load_in_4bit": "nf4", "load_in_8bit": "int8"}
-        bits = next((kind for name, kind in base.items() if setup.training(name) is True), bits)
-        changes += [f"model.quantization={bits}"] * bool(bits) + _targets(setup, assumed)
+        said = (_MEANT[name].get(str(setup.training(name)).lower(), []) for name in _BITS)
+        changes += [*next(filter(None, said), []), *_targets(setup, assumed)]
     return changes + [f"{key}={count}" for key, count in counts.items() if count is not None]
 
 

@@ -174,8 +174,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         values = json.loads(text) if path.suffix == ".json" else job_values(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         what = f"{path.name} cannot be read ({type(error).__name__})"
-        fix = "the run was not set up completely: start it again under another name"
-        fix = "restore it from a copy" if step_folders(path.parent / "checkpoints") else fix
+        again = "the run was not set up completely: start it again under another name"
+        fix = "restore it from a copy" if step_folders(path.parent / "checkpoints") else again
         raise JobError(what, where=str(path), fix=fix) from None
     if not isinstance(values, dict):
         raise JobError(f"{path.name} holds no keys", where=str(path), fix="restore it from a copy")

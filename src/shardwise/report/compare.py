@@ -54,11 +54,8 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     heads = _of_kind(run.events, "run")
     if not heads:
         what, fix = f"the run in {run.path} has not started", "run `shardwise train` first"
-        if saved := [path.name for _, path in step_folders(run.path / "checkpoints")]:
-            what, fix = (
-                f"what the run in {run.path} recorded is lost",
-                f"there are {', '.join(saved)}; resume it",
-            )
+        if saved := ", ".join(path.name for _, path in step_folders(run.path / "checkpoints")):
+            what, fix = f"what the run in {run.path} recorded is lost", f"there are {saved}; resume it"
         raise JobError(f"{what}: events.jsonl has no lines", where=str(run.path), fix=fix)
     head, steps = heads[-1], _of_kind(run.events, "step")
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]

@@ -27,9 +27,7 @@ def step(watts: float, gpus: int = 1, gpu=A40, **seconds: float) -> Prediction:
     """A step of one second, all of it compute-bound, that draws `watts` on each GPU at its own limit."""
     nothing = dict.fromkeys(Time.__dataclass_fields__, 0.0)
     busy = dict.fromkeys(("step_seconds", "full_clock_seconds", "compute_seconds", "clocked_seconds"), 1.0)
-    time = Time(
-        **{**nothing, **busy, **seconds, "tokens_per_step": 1000, "world_size": gpus, "link": "nvlink4"}
-    )
+    time = Time(**{**nothing, **busy, **seconds, "tokens_per_step": 1000, "world_size": gpus})
     idle = Draw(gpu).constant_watts * gpus * time.step_seconds
     energy = Energy(
         joules_per_step=watts * gpus * time.step_seconds,
@@ -125,6 +123,8 @@ def test_slower_kernels_first_fill_what_the_gpu_waits_for_the_host() -> None:
         communication_seconds=0.2,
     )
     assert under_limit(communicating, A40, 180).time.step_seconds > 1.05
+    slowed = step(200, compute_seconds=0.8, clocked_seconds=0.8, contended_seconds=0.2)
+    assert under_limit(slowed, A40, 180).time.step_seconds > 1.05
 
 
 def test_below_a_limit_that_binds_already_the_clock_falls_from_there() -> None:

@@ -176,8 +176,8 @@ class Schedule:
         """A segment's kernels, and the sums over tensor-parallel ranks within it."""
         if segment.read_back:
             self.streams.host_reads()
-        kernels = {"joules": segment.joules, "grouped": segment.grouped}
-        self.streams.compute(segment.seconds, issue=segment.host_seconds + issue, **kernels)
+        issue += segment.host_seconds
+        self.streams.compute(segment.seconds, issue=issue, joules=segment.joules, grouped=segment.grouped)
         if segment.sums:
             seconds = sum(communication.all_reduce(num_bytes, self.peers) for num_bytes in segment.sums)
             self.streams.sum_over_peers(seconds, 2 * sum(segment.sums))
