@@ -70,7 +70,7 @@ class Time:
     """How long the step waits for copies between host and GPU, in addition."""
     bubble_seconds: float = 0.0  # How long the average GPU waits for the computation of other stages
     contended_seconds: float = 0.0  # How much longer the computation takes than without collectives
-    copy_seconds: float  # Copies between host and GPU, overlapped or not
+    copy_seconds: float  # Copies of weights and of gradients between host and GPU, overlapped or not
     optimizer_seconds: float
     launch_seconds: float  # Time in which the host issues the step; a step is no faster than this
     tokens_per_step: int  # Of all GPUs

@@ -190,8 +190,8 @@ def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
     is, `deepspeed` or `torch`; with torch one process alone does not use the memory's full rate.
     """
     rates = table()["cpu"]
-    rate: float = min(processes * rates[f"{by}_bytes_per_second"], rates["bytes_per_second"])
-    return num_bytes * processes / rate
+    alone = rates.get(f"{by}_bytes_per_second", rates["bytes_per_second"])
+    return num_bytes * processes / float(min(processes * alone, rates["bytes_per_second"]))
 
 
 def pageable_seconds(num_bytes: float) -> float:

@@ -2,7 +2,7 @@
 
 Five things happen at a time: the process issues work, the GPU computes, it communicates with other GPUs, it
 sums gradients with its replicas, and copies go to and from the host. Each has a clock that says until when it
-is busy.
+is busy; copies have two, as engines bring weights on one stream and take gradients away on another.
 
 The work of a schedule does not depend on the clocks. It is recorded once (`Streams`), and played (`Clocks`)
 as often as it repeats: most micro-batches are alike.
@@ -145,6 +145,7 @@ class Streams:
     ) -> int:
         """A copy between host and GPU, after `after`; returns `done`, the event of its end.
 
+        Gradients wait for their reduction, weights for nothing: so `after` tells their streams apart.
         `read_seconds`: how long the host reads the bytes before, from when the copy is issued.
         """
         seconds = self._link.latency_seconds + num_bytes / self._link.bytes_per_second
@@ -161,7 +162,7 @@ class Clocks:
         self.compute = 0.0
         self.communication = 0.0
         self.replicas = 0.0
-        self.copy = 0.0
+        self.copies = [0.0, 0.0]  # Of weights, of gradients
         self.totals = Totals()
         self._events = [0.0] * event(events)
         self._copying: list[Interval] = [(0.0, 0.0)] * event(events)
@@ -181,7 +182,7 @@ class Clocks:
     def run(self, work: Iterable[Work]) -> None:
         """Play work: one loop for all kinds, as a plan plays millions of pieces."""
         totals, events, copying, launch = self.totals, self._events, self._copying, self._launch
-        host, compute, communication, copy = self.host, self.compute, self.communication, self.copy
+        host, compute, communication, copies = self.host, self.compute, self.communication, self.copies
         replicas = self.replicas
         for item in work:
             kind = item[0]
@@ -208,8 +209,8 @@ class Clocks:
                 totals.joules += joules
             elif kind in (COMPUTE_WAITS, SETTLE):
                 last = (max(communication, replicas), self._delayed_by)
-                until, copies = last if kind == SETTLE else (events[item[1]], copying[item[1]])
-                totals.wait(max(compute, host), until, copies)
+                until, copied = last if kind == SETTLE else (events[item[1]], copying[item[1]])
+                totals.wait(max(compute, host), until, copied)
                 self._waited = until if until > compute else self._waited
                 compute = max(compute, until)
             elif kind == ISSUE:
@@ -217,9 +218,9 @@ class Clocks:
                 totals.issue += item[1]
             elif kind == COPY:
                 _, seconds, joules, after, read_seconds, done = item
-                asked = max(host, events[after])
-                events[done] = copy = max(copy, host + read_seconds, events[after]) + seconds
-                copying[done] = asked, copy
+                asked, way = max(host, events[after]), after != NEVER
+                events[done] = copies[way] = max(copies[way], host + read_seconds, events[after]) + seconds
+                copying[done] = asked, copies[way]
                 totals.copy += seconds
                 totals.joules += joules
             elif kind == PEERS:
@@ -247,9 +248,8 @@ class Clocks:
             elif kind == HOST_READS:
                 host = max(host, compute if item[1] is None else events[item[1]])
             else:
-                host = max(host, compute, communication, replicas, copy)
-        self.host, self.compute, self.communication, self.copy = host, compute, communication, copy
-        self.replicas = replicas
+                host = max(host, compute, communication, replicas, *copies)
+        self.host, self.compute, self.communication, self.replicas = host, compute, communication, replicas
 
     def _slower(self, shared: float, seconds: float) -> float:
         """Seconds of a computation while collectives, which use multiprocessors, run for `shared`."""
