@@ -390,6 +390,19 @@ def test_on_one_gpu_a_gathered_parameter_is_its_partition() -> None:
     assert set(run.forward()) == {0}
 
 
+def test_on_one_gpu_parameters_come_from_the_host_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is taken when the copy begins (NoGatherCoalescedHandle), not when a module waits for it."""
+    monkeypatch.setattr(policy, "RELEASE_AT", 2 * BLOCK)
+    monkeypatch.setattr(policy, "PREFETCH", 1)
+    run = Run(data_parallel=1, offload_optimizer="cpu", offload_parameters="cpu")
+    run.forward()
+    run.backward()
+    run.step()
+    assert run.allocated == run.built
+    # A unit, the next one on its way, and the memory of the one before; the norm persists.
+    assert run.forward() == [4 * BLOCK] + [6 * BLOCK] * BLOCKS + [4 * BLOCK, 4 * BLOCK]
+
+
 class TestCalls:
     def test_loss_and_base_model_are_called_around_the_units(self) -> None:
         root, model, empty = zero_coordinator.ROOT, zero_coordinator.MODEL, zero_coordinator.EMPTY

@@ -176,15 +176,16 @@ class Coordinator:
         gathering = _Gathering(missing, len(missing))
         for parameter in missing:
             self._coming[parameter] = gathering
-        if self._world > 1:
-            (self._join if self._joins else self._gather_each)(memory, gathering)
+        (self._join if self._joins and self._world > 1 else self._gather_each)(memory, gathering)
 
     def _gather_each(self, memory: GpuMemory, gathering: _Gathering) -> None:
         for parameter in gathering.parameters:
             size = self._item[parameter] * self.part(parameter)
-            if self._offload and parameter not in self.persistent:
+            from_host = self._offload and parameter not in self.persistent
+            if from_host and self._world > 1:
                 gathering.shares.append(memory.take(WEIGHTS, size, GATHER))
-            arriving = None if parameter in self._homes else memory.take(WEIGHTS, self._world * size, GATHER)
+            stays = parameter in self._homes or (self._world == 1 and not from_host)
+            arriving = None if stays else memory.take(WEIGHTS, self._world * size, GATHER)
             gathering.arriving[parameter] = arriving
 
     def _join(self, memory: GpuMemory, gathering: _Gathering) -> None:
@@ -209,16 +210,15 @@ class Coordinator:
             memory.give(*gathering.shares)
             return
         unpacked: Block | None = None
-        if self._quantized and self._world > 1:
+        if self._quantized:
             own = sum(self.part(p) for p in gathering.parameters)
             unpacked = memory.take(WEIGHTS, FP16 * self._world * own, GATHER)
-        elif len(gathering.parameters) == 1 and self._world > 1:
+        elif len(gathering.parameters) == 1:
             self._gathered[gathering.parameters[0]] = gathering.buffer  # _all_gather_sequential
             return
-        in_place = self._world == 1 and not self._offload  # on one GPU its partition, unless on the host
         for parameter in gathering.parameters:
             size = self._item[parameter] * self._numel[parameter]
-            self._gathered[parameter] = None if in_place else memory.take(WEIGHTS, size, GATHER)
+            self._gathered[parameter] = memory.take(WEIGHTS, size, GATHER)
         memory.give(unpacked)
 
     def part(self, parameter: int) -> int:
