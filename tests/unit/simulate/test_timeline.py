@@ -539,8 +539,8 @@ def test_no_step_is_shorter_than_its_parts(layers, gpus: int, strategy: dict[str
         pytest.skip("a single process has one GPU")
     for accumulation in (1, 3):
         time = predict(layers(checkpoint_every=2), gpus=gpus, accumulation=accumulation, **strategy)
-        both_ways = time.copy_seconds / 2  # at best, weights come all the time that gradients leave
-        floor = max(time.compute_seconds, time.launch_seconds, both_ways)
+        # copies of weights and of gradients overlap, but here by less than the update on the host takes
+        floor = max(time.compute_seconds, time.launch_seconds, time.copy_seconds)
         assert time.step_seconds >= 0.999 * floor
         assert time.exposed_communication_seconds <= 1.001 * time.communication_seconds
         assert time.exposed_to_copies_seconds <= 1.001 * time.copy_seconds

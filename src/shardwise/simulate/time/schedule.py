@@ -190,7 +190,7 @@ def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
     is, `deepspeed` or `torch`; with torch one process alone does not use the memory's full rate.
     """
     rates = table()["cpu"]
-    alone = rates.get(f"{by}_bytes_per_second", rates["bytes_per_second"])
+    alone = rates["torch_bytes_per_second" if by == "torch" else "bytes_per_second"]
     return num_bytes * processes / float(min(processes * alone, rates["bytes_per_second"]))
 
 

@@ -167,7 +167,7 @@ class Coordinator:
         self._gather(memory, missing)
 
     def _gather(self, memory: GpuMemory, parameters: Iterable[int]) -> None:
-        """Gathers what is missing (__all_gather_params)."""
+        """Gathers what is missing (__all_gather_params); on one GPU from the host (NoGatherHandle)."""
         missing = [p for p in parameters if p not in self._gathered and p not in self._coming]
         missing.sort(key=self._ids.__getitem__)
         if not missing:
