@@ -14,6 +14,8 @@ from unittest.mock import patch
 from assets import LONGEST, ROWS
 from torch import nn
 
+from shardwise.engines.ddp_zero1.memory import DdpZero1Memory
+from shardwise.engines.ddp_zero1.time import DdpZero1Schedule
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
 from shardwise.engines.deepspeed.memory import zero3
@@ -21,6 +23,9 @@ from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.time import Zero0, Zero12
 from shardwise.engines.fsdp2 import memory as fsdp2_memory
 from shardwise.engines.fsdp2 import time as fsdp2_time
+from shardwise.engines.single import memory as single_memory
+from shardwise.engines.single import time as single_time
+from shardwise.engines.single.time import SingleSchedule
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
@@ -28,11 +33,11 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, GpuMemory
+from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.step_trace import FP32, FP64
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.roofline import table
-from shardwise.simulate.time.schedule import NORM_BYTES, converted, copied
+from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, converted, copied
 from shardwise.strategy import Strategy
 
 TIMER_OFF = "2026-11-22T21:24"
@@ -97,6 +102,10 @@ ZeRO-0 steps in parts. FSDP2 that does not reshard is recorded on one GPU with a
 ZERO3_DECIDED = "2026-11-30T04:02"
 """Since then the host does not wait for ZeRO-3's norm either, where passes are recorded."""
 
+OWN_ADAMW = "2026-11-30T21:40"
+"""Since then AdamW is a kernel of ours, which also rounds weights; gradients of one micro-batch stay as they
+are, and `ddp-zero1` copies them into its buckets. Before, it added them to what it had cleared."""
+
 VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
 
 MASKED = "2026-11-26T18:20"
@@ -120,8 +129,8 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
-    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, and two that are predicted as of
-    today: `codes`, and `handed`, gradients of adapters that DeepSpeed got after the passes.
+    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, `adamw`, and two that are
+    predicted as of today: `codes`, and `handed`, gradients of adapters that DeepSpeed got after the passes.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -142,6 +151,7 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "logits": kind in UNALIGNED and date < GELU_FUSED,
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "kept": engine == "fsdp2" and date < ALL_HOOKED and _keeps_gathered(_strategy(strategy)),
+        "adamw": date < OWN_ADAMW,
         "passes": date < _recorded_since(_strategy(strategy), lora=lora) if strategy else False,
     }
     if engine == "deepspeed":
@@ -223,6 +233,42 @@ def _norm_of_each(schedule: Zero12) -> None:
     streams.host_waits()
 
 
+def _bucket_in_fp32(engine: DdpZero1Memory, memory: GpuMemory) -> None:
+    """Each rank's part of the sums, converted (`ddp-zero1`)."""
+    kept = []
+    for bucket in engine._buckets:
+        size = bucket.sent * bucket.part * engine._ranks if bucket.sent != bucket.sums else 0
+        copied = memory.take(BUFFERS, size)
+        kept.append(memory.take(GRADIENTS, FP32 * bucket.part if bucket.sent < FP32 else 0))
+        memory.give(copied)
+    memory.scratch(OPTIMIZER, *[FP32 for _ in engine._pieces()])
+    memory.give(*kept)
+
+
+_ADAMW = Schedule.adamw
+
+
+def _torchs_adamw(schedule: Schedule, elements: float, tensors: int, *, rounded: int = 0, **_: int) -> None:
+    """On fp32 gradients, then a copy of the weights."""
+    _ADAMW(schedule, elements, tensors)
+    if rounded:
+        schedule.streams.move(converted(FP32, rounded) * elements, "foreach_copy")
+
+
+def _adding(schedule: DdpZero1Schedule, *, last: bool, **_: bool) -> None:
+    SingleSchedule.micro_batch(schedule, first=False, last=last)
+
+
+def _as_torchs(of: str) -> Any:
+    return patch.dict(table()[of], adamw=table()[of]["fused_adamw"])
+
+
+def _norm_in_fp32(schedule: Schedule, elements: float, *, gradient: int = FP32) -> None:
+    if gradient < FP32:
+        schedule.streams.move(converted(gradient, FP32) * elements, "foreach_copy")
+    schedule.streams.move(NORM_BYTES * elements, "foreach_norm")
+
+
 _STEP = Zero12Memory.step
 
 
@@ -286,6 +332,14 @@ def _patches() -> dict[str, list[Any]]:
         "hooks": [patch.object(policy, "records", lambda _: False)],
         "sums": [patch.object(policy, "keeps_sums", lambda _, strategy: sums_in_fp32(strategy))],
         "groups": [patch.object(zero3, "sub_group", lambda _: SUB_GROUP_OF_HOST)],
+        "adamw": [
+            patch.object(Schedule, "adamw", _torchs_adamw),
+            patch.object(Schedule, "gradient_norm", _norm_in_fp32),
+            *map(_as_torchs, ("bandwidth", "byte_flops")),
+            patch.object(DdpZero1Schedule, "micro_batch", _adding),
+            *(patch.object(one, "keeps_format", lambda _: False) for one in (single_memory, single_time)),
+            patch.object(DdpZero1Memory, "step", _bucket_in_fp32),
+        ],
         "kept": [
             patch.object(module, "released", lambda s, *, backward, last: s.reshard or (backward and last))
             for module in (fsdp2_memory, fsdp2_time)

@@ -12,6 +12,10 @@ _BUCKETS = (
 )
 _PACE = "the GPU waits for the host, which follows the measured call of torch only in part"
 _TOO_SLOW = "the GPU waits for the host, which the pace makes too slow here; cause not established"
+_UPDATE = (
+    "the host updates weights at 160 GB/s and more here (`benchmarks/cpu_adam`), and 105 are counted; measured "
+    "four times, 2.60 to 3.05 s"
+)
 MISSED: dict[str, dict[str, str]] = {
     "reserved": {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _BUCKETS.format("9.1 to 9.7"),
@@ -24,6 +28,7 @@ MISSED: dict[str, dict[str, str]] = {
         "gpt-neo-2.7b.4gpu.zero3-offload.full.s2048.b1x1.ck1": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero1.lora16.s2048.b4x1.ck1.cap16": _PACE,
         "gpt-neo-2.7b.4gpu.zero3-noreshard.lora16.s2048.b4x1.ck1.cap16": _TOO_SLOW,
+        "7b_mamba.2gpu.zero3-offload.full.s2048.b1x1.ck1.cap24": _UPDATE,
         "llama-2-7b.4gpu.zero3.lora16.s2048.b2x1.ck1.nf4": _TOO_SLOW,
         "gpt-neo-2.7b.4gpu.zero2.lora16.s2048.b2x1.ck1.int8.cap16": _PACE,
         "llama-2-7b.4gpu.zero3-offload.lora16.s2048.b1x1.ck1.cap16": _TOO_SLOW,

@@ -180,5 +180,5 @@ def test_a_gpu_waits_for_the_share_of_a_step_without_kernels() -> None:
     assert idle.share(row) == pytest.approx(0.25)
     assert idle.share({**row, "profiled_busy_seconds": 0.3}) == 0
     assert idle.share({**row, "row": {"gpus": 2}, "profiled_busy_seconds": 0.3}) is None
-    assert "in 288 of 323 rows" in idle.summary()
+    assert "in 296 of 331 rows" in idle.summary()
     assert "Of 34 more" in idle.summary()

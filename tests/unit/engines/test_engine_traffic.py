@@ -103,13 +103,19 @@ HALF = 0.5
 
 @pytest.mark.parametrize(("item", "first", "later"), [(2, [6, 6], [10, 10]), (4, [], [12, 12])])
 def test_one_process_adds_each_gradient_to_an_fp32_sum(item: int, first: list, later: list) -> None:
-    schedule = _schedule("single", item=item, gpus=1)
+    schedule = _schedule("single", item=item, gpus=1, accumulation=2)
     assert _pass(schedule, COMPUTE) == [HALF * each for each in first]
     assert _pass(schedule, COMPUTE, first=False) == [HALF * each for each in later]
 
 
-def test_one_process_steps_with_norm_adamw_and_a_cast() -> None:
-    assert _update(_schedule("single", gpus=1)) == [4, 28, 4 + 2]
+def test_one_process_keeps_the_gradients_of_one_micro_batch() -> None:
+    assert _pass(_schedule("single", gpus=1), COMPUTE) == []
+
+
+def test_one_process_steps_with_norm_and_adamw() -> None:
+    """Gradients as they are, or fp32 sums; three fp32 numbers, read and written; the weight in bf16."""
+    assert _update(_schedule("single", gpus=1)) == [2, 2 + 24 + 2]
+    assert _update(_schedule("single", gpus=1, accumulation=2)) == [4, 4 + 24 + 2]
     assert _update(_schedule("single", gpus=1, item=4)) == [4, 28]
 
 

@@ -42,9 +42,9 @@ def test_a_bucket_is_full_after_so_many_elements_and_has_one_format(monkeypatch:
 @pytest.mark.parametrize(
     ("values", "sums", "copied", "part"),
     [
-        ({}, 2, 0, 4),  # sent as they are; each rank's part in fp32
+        ({}, 2, 0, 0),  # sent as they are
         ({"reduce_dtype": "fp32"}, 4, 0, 0),
-        ({"accumulation": 2}, 4, 2, 4),  # micro-batches add up in fp32
+        ({"accumulation": 2}, 4, 2, 2),  # micro-batches add up in fp32; of a copy each rank keeps its part
         ({"accumulation": 2, "reduce_dtype": "fp32"}, 4, 0, 0),
     ],
 )

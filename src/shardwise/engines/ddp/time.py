@@ -30,7 +30,7 @@ class AdapterSchedule(SingleSchedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.stay = True
+        self.stay, self.kept, self.summed = True, False, FP32
 
     def update(self) -> None:
         elements = self.trainable + sum(self.apart)
@@ -88,6 +88,4 @@ class DdpSchedule(Schedule):
         streams.move(NORM_BYTES * elements, "foreach_norm")
         seconds = communication.all_reduce(2 * FP32, self.group)
         streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
-        self.adamw(elements, len(self.trace.trainable))
-        if self.mixed:
-            streams.move(converted(FP32, self.item) * elements, "foreach_copy")
+        self.adamw(elements, len(self.trace.trainable), rounded=self.rounded)

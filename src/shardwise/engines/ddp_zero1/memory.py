@@ -101,12 +101,15 @@ class DdpZero1Memory(SingleMemory):
                 left -= aligned(numel)
 
     def step(self, memory: GpuMemory) -> None:
-        """Reduced parts in fp32, then AdamW. Torch copies nothing that has the format already."""
+        """What is sent in another format than that of the sums is a copy, of which a part is kept."""
         kept: list[Block] = []
         for bucket in self._buckets:
-            size = bucket.sent * bucket.part * self._ranks if bucket.sent != bucket.sums else 0
-            copied = memory.take(BUFFERS, size)
-            kept.append(memory.take(GRADIENTS, FP32 * bucket.part if bucket.sent < FP32 else 0))
-            (kept.append if bucket.sent == FP32 else memory.give)(copied)
+            if bucket.sent != bucket.sums:
+                copied = memory.take(BUFFERS, bucket.sent * bucket.part * self._ranks)
+                kept.append(memory.take(GRADIENTS, bucket.sent * bucket.part))
+                memory.give(copied)
         memory.scratch(OPTIMIZER, *[FP32 for _ in self._pieces()])  # the norm of each
+        if self._optimizer == "adamw8bit" and self._buckets[0].sent < FP32:  # its kernel wants fp32
+            for numel in self._pieces():
+                memory.scratch(OPTIMIZER, FP32 * numel)
         memory.give(*kept)

@@ -6,7 +6,7 @@ backward pass if a step has one micro-batch, and recorded with it. Each rank ste
 fp32 weights, and gathers a bucket's weights while it steps the next one's.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,12 +42,13 @@ class Bucket:
             self._places[name], at = (weight.shape, at), at + aligned(weight.numel())
             weight.data = self._view(self._weights, name).copy_(weight.detach())
         self.master = self._weights[self._own].float()  # of fp32 weights the same memory
+        self.rounded = None if some.dtype == torch.float32 else self._weights[self._own]
         self._sent = self._gradients = torch.zeros_like(self._weights, dtype=sums)
         self.names = self._places.keys()
-        self.missing = 0  # Gradients that are not complete in this backward pass
+        self.missing = set[str]()  # Whose gradient is not there yet in this backward pass
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Where each weight's gradients are added up."""
+        """Where each weight's gradients belong."""
         return {name: self._view(self._gradients, name) for name in self._places}
 
     def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
@@ -63,24 +64,33 @@ class Bucket:
                 yield name, Part(tuple(shape), begin=first - at), own
 
     def reset(self) -> None:
-        """A backward pass begins."""
-        self.missing = len(self._places)
+        """A backward pass begins that is the only one of its step."""
+        self.missing = set(self._places)
+
+    def take(self, name: str, weight: torch.Tensor) -> None:
+        """Copy the weight's gradient, which is complete: less to read and write than to clear and to add."""
+        assert weight.grad is not None
+        self._view(self._gradients, name).copy_(weight.grad)
+        weight.grad = None
+        self.missing.remove(name)
 
     def reduce(self) -> dist.Work:
         """Begin to sum the gradients over the ranks. Collective."""
+        for name in self.missing:  # an expert without tokens
+            self._view(self._gradients, name).zero_()
         self._sent = self._gradients.to(self._sent_in)
         work: dist.Work = reduce_scatter(self._sent[self._own], self._sent, async_op=True)
         return work
 
     def reduced(self) -> torch.Tensor:
-        """This rank's part of the sum, fp32."""
+        """This rank's part of the sum, as it was sent."""
         sent, self._sent = self._sent, self._gradients
-        return sent[self._own].float()
+        part = sent[self._own]
+        return part if sent is self._gradients else part.clone()  # and frees the rest
 
     def publish(self) -> dist.Work:
-        """Begin to give every rank the weights of all masters. Collective."""
-        own = self._weights[self._own].copy_(self.master)
-        work: dist.Work = all_gather(self._weights, own, async_op=True)
+        """Begin to give every rank the weights that all have stepped. Collective."""
+        work: dist.Work = all_gather(self._weights, self._weights[self._own], async_op=True)
         return work
 
 
@@ -101,14 +111,22 @@ class DdpZero1Engine(SingleEngine):
         pieces = [piece for bucket in self._buckets for piece in bucket.pieces(bucket.master)]
         self._places = {name: part for name, part, _ in pieces}
         self._masters = {name: piece for name, _, piece in pieces}
+        for master in self._masters.values():
+            master.grad_dtype = None  # as it was sent
         totals = []
         for bucket in self._buckets:
             for name, total in bucket.gradients().items():
-                totals.append(add_to(total, weights[name]))
                 if overlaps(self._strategy):
-                    weights[name].register_post_accumulate_grad_hook(self._completing(bucket))
+                    complete = partial(self._complete, bucket, name)
+                    weights[name].register_post_accumulate_grad_hook(complete)
+                else:
+                    totals.append(add_to(total, weights[name]))
         self._record_into(totals)
         return self._masters, ()
+
+    def _rounded(self) -> dict[str, torch.Tensor]:
+        kept = [(bucket, bucket.rounded) for bucket in self._buckets if bucket.rounded is not None]
+        return {name: low for bucket, own in kept for name, _, low in bucket.pieces(own)}
 
     def _bucket(self, weights: Mapping[str, nn.Parameter]) -> Bucket:
         item = next(iter(weights.values())).dtype.itemsize
@@ -116,21 +134,19 @@ class DdpZero1Engine(SingleEngine):
         return Bucket(weights, self.world, sums=sums, sent=sent)
 
     def _that_stay(self, *, recorded: bool) -> list[torch.Tensor]:
-        return [total for bucket in self._buckets for total in bucket.gradients().values()]
+        summed = () if overlaps(self._strategy) else self._buckets
+        return [total for bucket in summed for total in bucket.gradients().values()]
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         self._next = 0
-        for bucket in self._buckets:
+        for bucket in self._buckets if overlaps(self._strategy) else ():
             bucket.reset()
         return super()._loss(micro_batch)
 
-    def _completing(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
-        def complete(_: torch.Tensor) -> None:
-            bucket.missing -= 1
-            while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-                self._reduce_next()
-
-        return complete
+    def _complete(self, bucket: Bucket, name: str, weight: torch.Tensor) -> None:
+        bucket.take(name, weight)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._reduce_next()
 
     def _reduce_next(self) -> None:
         """In the same order on all ranks, whichever weights had gradients."""

@@ -5,7 +5,7 @@ from shardwise.engines.single.time import SingleSchedule
 from shardwise.hardware.hardware import Hardware
 from shardwise.simulate.step_trace import FP32, ITEM_BYTES, StepTrace
 from shardwise.simulate.time import collectives as communication
-from shardwise.simulate.time.schedule import NORM_BYTES, converted, copied
+from shardwise.simulate.time.schedule import converted, copied
 from shardwise.simulate.time.segments import Segment
 from shardwise.strategy import Strategy
 
@@ -15,7 +15,7 @@ class DdpZero1Schedule(SingleSchedule):
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
-        self.stay = True
+        self.stay, self.kept = not overlaps(strategy), False  # Added to sums that stay, or copied
         self.summed, self.sent = (ITEM_BYTES[one] for one in formats(self.item, strategy))
         self.waiting = 0.0  # Elements of the bucket that is being filled
 
@@ -38,17 +38,16 @@ class DdpZero1Schedule(SingleSchedule):
                 streams.move(converted(self.summed, self.sent) * elements, "foreach_copy")
         self._reduce()
         streams.settle()
-        if self.sent < FP32:
-            streams.move(converted(self.sent, FP32) * part, "foreach_copy")
-        streams.move(NORM_BYTES * part, "foreach_norm")
+        if self.sent != self.summed:
+            streams.move(copied(self.sent) * part, "foreach_copy")
+        self.gradient_norm(part, gradient=self.sent)
         streams.communicate(communication.all_reduce(2 * FP32, self.group), 0.0, after_compute=True)
         streams.settle()  # the norm and the loss
         buckets = max(1, round(elements / BUCKET))
         gathered = self.item * elements / buckets
         seconds = communication.all_gather(gathered, self.group)
         for _ in range(buckets):
-            self.adamw(part / buckets, len(self.trace.trainable) // buckets)
-            if self.mixed:
-                streams.move(converted(FP32, self.item) * part / buckets, "foreach_copy")
+            tensors = len(self.trace.trainable) // buckets
+            self.adamw(part / buckets, tensors, gradient=self.sent, rounded=self.rounded)
             streams.communicate(seconds, gathered, after_compute=True)
         streams.settle()

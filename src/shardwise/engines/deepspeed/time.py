@@ -37,6 +37,8 @@ def collective(item: int, elements: float, *, ranks: int) -> float:
 
 
 class _Zero(Schedule):
+    adamw_kernel = "fused_adamw"
+
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.own_pool = policy.records_passes(trace, strategy)

@@ -1,11 +1,12 @@
 """AdamW on fp32 weights with clipping and a guard against non-finite steps. The host never waits for the GPU.
 
-Torch's fused kernel reads two scalars on the device. It divides the gradients by `grad_scale`: clipping and
-the loss scale. It skips the step if `found_inf` is 1: the guard.
+Kernels read two scalars on the device. They divide the gradients by one: clipping and the loss scale. They
+skip the step if the other is 1: the guard.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,26 @@ from shardwise.job import schema
 INITIAL_LOSS_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 
+STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names
+
+
+Rounded = Mapping[torch.Tensor, torch.Tensor]
+"""By a tensor that is stepped, the same weight in the computation's format, which follows it."""
+
+
+@torch.no_grad()
+def follow(rounded: Rounded) -> None:
+    """Give the weights the values of the tensors that were stepped."""
+    if rounded:
+        torch._foreach_copy_([*rounded.values()], [*rounded])
+
 
 class FusedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, whose kernel reads clipping and the guard on the device."""
+    """Kernels that read clipping and the guard on the device: on GPUs ours (decision 0111), else torch's."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], optimizer: schema.Optimizer) -> None:
+    def __init__(
+        self, param_groups: list[dict[str, Any]], optimizer: schema.Optimizer, rounded: Rounded
+    ) -> None:
         betas = (optimizer.beta1, optimizer.beta2)
         super().__init__(
             param_groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon, fused=True
@@ -36,6 +52,15 @@ class FusedAdamW(torch.optim.AdamW):
                 "exp_avg": torch.zeros_like(p),
                 "exp_avg_sq": torch.zeros_like(p),
             }
+        self._on_cpu = [p for p in self.state if not p.is_cuda]
+        self._rounded = {p: rounded[p] for p in self._on_cpu if p in rounded}
+        self._on_gpu: list[tuple[dict[str, Any], Any]] = []
+        for group in self.param_groups:
+            on_gpu = [p for p in group["params"] if p.is_cuda]
+            rows = [[p, *(self.state[p][key] for key in STATE), rounded.get(p)] for p in on_gpu]
+            if rows:
+                kernel = import_module("shardwise.kernels.adamw_triton")  # Triton needs a GPU
+                self._on_gpu.append((group, kernel.Tensors(rows)))
 
     def saved(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of a tensor, not copied."""
@@ -43,10 +68,16 @@ class FusedAdamW(torch.optim.AdamW):
 
     def step(self, divisor: torch.Tensor, skipped: torch.Tensor) -> None:  # type: ignore[override]
         """Step with gradients divided by `divisor`, unless `skipped` is 1.0."""
-        # The kernel needs the scalars on the device of the weights, which may be offloaded.
-        device = next(iter(self.state)).device if self.state else divisor.device
-        self.grad_scale, self.found_inf = divisor.to(device), skipped.to(device)
+        for group, tensors in self._on_gpu:
+            how = {"rate": group["lr"], "betas": group["betas"], "epsilon": group["eps"]}
+            tensors.step(divisor, skipped, weight_decay=group["weight_decay"], **how)
+        if not self._on_cpu:
+            return
+        self.grad_scale, self.found_inf = divisor.cpu(), skipped.cpu()
+        for p in self.state:  # torch's kernel steps what has a gradient, of the same format
+            p.grad = None if p.is_cuda or p.grad is None else p.grad.to(p.dtype)
         super().step()
+        follow(self._rounded)
 
 
 def clipping(norm: torch.Tensor, clip_norm: float) -> torch.Tensor:
@@ -82,20 +113,25 @@ class AdamW:
         device: torch.device,
         not_counted: Collection[str] = (),
         stages: Sequence[Stage] = (),
+        rounded: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """`stages`: all `parameters`, in the order in which they are stepped; if not given, at once."""
+        """`stages`: all `parameters`, in the order in which they are stepped; if not given, at once.
+
+        `rounded`: by the name of a parameter, the weight in the computation's format, which follows it.
+        """
         # A rank may hold nothing of a small tensor.
         self.parameters = {name: p for name, p in parameters.items() if p.numel() > 0}
         self.clip_norm, self.device = clip_norm, device
         self.fp16, self.sharded, self.copies = fp16, sharded, copies
-        self._not_counted = frozenset(not_counted)
+        self._not_counted, self._rounded = frozenset(not_counted), rounded
         how: Any = FusedAdamW
         if optimizer.name == "adamw8bit":
             how = import_module("shardwise.engines.runtime.adamw8bit").AdamW8bit  # needs bitsandbytes
         self._stages: list[tuple[dict[str, torch.Tensor], Any, Callable[[], None]]] = []
         for names, after in stages or [Stage(self.parameters)]:
             own = {name: self.parameters[name] for name in names if name in self.parameters}
-            moments = how(parameter_groups(own, groups), optimizer) if own else None
+            low = {p: rounded[name] for name, p in own.items() if name in rounded}
+            moments = how(parameter_groups(own, groups), optimizer, low) if own else None
             self._stages.append((own, moments, after))
         self.stopped = torch.zeros((), device=device)
         """1.0 once a bf16 or fp32 step was not finite: no later step is applied either."""
@@ -132,9 +168,9 @@ class AdamW:
         if not gradients:
             return torch.zeros((), device=self.device)
         # offloaded shards are on the host, parameters kept in fp32 (parameters.py) on the GPU
-        places = {gradient.device for gradient in gradients}
-        by_place = [[g for g in gradients if g.device == place] for place in places]
-        norms = [torch.stack(torch._foreach_norm(alike)).square().sum() for alike in by_place]
+        kinds = dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients)  # in one order
+        alike = [[g for g in gradients if (g.device, g.dtype) == kind] for kind in kinds]
+        norms = [torch.stack(torch._foreach_norm(some, 2, torch.float32)).square().sum() for some in alike]
         return torch.stack([norm.to(self.device) for norm in norms]).sum()
 
     def apply(
@@ -149,6 +185,10 @@ class AdamW:
             for p in own.values():
                 p.grad = None
             after()
+
+    def round(self) -> None:
+        """Have the rounded weights follow what was loaded."""
+        follow({self.parameters[name]: low for name, low in self._rounded.items() if name in self.parameters})
 
     def state(self) -> dict[str, torch.Tensor]:
         """All tensors of a checkpoint by name, not copied."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from bitsandbytes.optim import AdamW8bit as Theirs
 
+from shardwise.engines.runtime.adamw import Rounded, follow
 from shardwise.job import schema
 
 KEPT = ("state1", "state2", "absmax1", "absmax2")
@@ -16,13 +17,16 @@ KEPT = ("state1", "state2", "absmax1", "absmax2")
 class AdamW8bit(Theirs):  # type: ignore[misc]
     """Steps fp32 tensors. A block of 256 values shares a scale; small tensors keep fp32 moments."""
 
-    def __init__(self, param_groups: list[dict[str, Any]], optimizer: schema.Optimizer) -> None:
+    def __init__(
+        self, param_groups: list[dict[str, Any]], optimizer: schema.Optimizer, rounded: Rounded
+    ) -> None:
         betas = (optimizer.beta1, optimizer.beta2)
         super().__init__(param_groups, lr=optimizer.learning_rate, betas=betas, eps=optimizer.epsilon)
         groups = enumerate(self.param_groups)
         self._each = [(group, p, g, i) for g, group in groups for i, p in enumerate(group["params"])]
         for one in self._each:
             self.init_state(*one)
+        self._rounded = rounded
         self._steps = {p: torch.zeros((), dtype=torch.int64) for p in self.state}
 
     @torch.no_grad()
@@ -32,10 +36,12 @@ class AdamW8bit(Theirs):  # type: ignore[misc]
             return
         for group, p, *place in self._each:
             if p.grad is not None:
-                p.grad.div_(divisor)
+                p.grad = p.grad.to(p.dtype).div_(divisor)
                 self.state[p]["step"] = int(self._steps[p])  # `update_step` adds one
                 self.update_step(group, p, *place)
                 self._steps[p] += 1
+                p.grad = None
+        follow(self._rounded)
 
     def saved(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of a tensor, not copied."""

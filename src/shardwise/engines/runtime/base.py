@@ -1,6 +1,6 @@
 """What engines in plain PyTorch share: the loop over micro-batches, AdamW, and their state."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class TorchEngine:
             device=world.device,
             not_counted=not_counted,
             stages=self._stages(),
+            rounded=self._rounded(),
         )
         module.train()
 
@@ -128,6 +129,7 @@ class TorchEngine:
     def load(self, directory: Path) -> None:
         private = load_state(directory, self.world, self._optimizer.state(), self._parts())
         self._load_private(private)
+        self._optimizer.round()
         self._publish()
 
     def _prepare(
@@ -142,6 +144,10 @@ class TorchEngine:
     def _stages(self) -> Sequence[Stage]:
         """The order in which AdamW steps; empty: all at once."""
         return ()
+
+    def _rounded(self) -> Mapping[str, torch.Tensor]:
+        """Weights that AdamW writes when it steps their fp32 tensors, by the name of these."""
+        return {}
 
     def _loss(self, micro_batch: MicroBatch) -> torch.Tensor:
         loss: torch.Tensor = self.module(micro_batch)
@@ -176,7 +182,7 @@ class TorchEngine:
         """Set `.grad` of the tensors that AdamW steps."""
 
     def _publish(self) -> None:
-        """Make the weights follow the tensors that AdamW stepped."""
+        """Give the weights what AdamW stepped elsewhere."""
 
     def _parts(self) -> dict[str, Part]:
         """Which elements of each parameter AdamW steps on this rank."""

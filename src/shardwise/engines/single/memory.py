@@ -3,7 +3,7 @@
 from shardwise.simulate.memory.engine import SummedGradients, fill
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
-from shardwise.simulate.memory.recorded import enter_pool, own_pool, sums_stay
+from shardwise.simulate.memory.recorded import enter_pool, keeps_format, own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, StepTrace
 from shardwise.strategy import Strategy
 
@@ -15,6 +15,7 @@ class SingleMemory(SummedGradients):
         super().__init__(trace, strategy)
         self._optimizer = strategy.optimizer
         self._own_pool, self._stay = own_pool(trace), sums_stay(trace, strategy)
+        self._keeps = keeps_format(strategy)
 
     def build(self, memory: GpuMemory) -> None:
         trace = self._trace
@@ -42,10 +43,16 @@ class SingleMemory(SummedGradients):
     def gradient(self, memory: GpuMemory, parameter: int, block: Block) -> None:
         if self._stay:
             memory.give(block)
+        elif self._keeps:
+            self._gradients[parameter] = memory.move(block, GRADIENTS)
         else:
             super().gradient(memory, parameter, block)
 
     def step(self, memory: GpuMemory) -> None:
         memory.scratch(OPTIMIZER, *[FP32] * len(self._trace.trainable))  # the norm of each
-        memory.give(*self._gradients.values())
+        for index, gradient in self._gradients.items():
+            size = FP32 * self._trace.parameters[index].numel
+            if self._optimizer == "adamw8bit" and gradient.requested_bytes < size:  # its kernel wants fp32
+                memory.scratch(OPTIMIZER, size)
+            memory.give(gradient)
         self._gradients.clear()

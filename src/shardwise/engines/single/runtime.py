@@ -1,6 +1,6 @@
 """One process, nothing sharded: weights in the computation's format, AdamW on fp32 masters."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -8,7 +8,7 @@ from torch import nn
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.runtime.base import TorchEngine, recordable
 from shardwise.engines.runtime.parameters import Fill, chosen, trainable
-from shardwise.simulate.memory.recorded import gradients_stay
+from shardwise.simulate.memory.recorded import gradients_stay, keeps_format
 
 
 class SingleEngine(TorchEngine):
@@ -23,7 +23,8 @@ class SingleEngine(TorchEngine):
         for part in (*blocks, self.module):  # one after the other: filling takes memory, too
             fill(part, self.world.device)
         self._weights = trainable(self.module)
-        self._masters = {name: _master(weight) for name, weight in self._weights.items()}
+        keeps = keeps_format(self._strategy)
+        self._masters = {name: _master(weight, keeps=keeps) for name, weight in self._weights.items()}
         self._record_into([*self._masters.values()])
         return self._masters, ()
 
@@ -49,33 +50,33 @@ class SingleEngine(TorchEngine):
         for name, weight in chosen(self.module.named_parameters(), names).items():
             yield name, weight.detach().cpu()
 
-    @torch.no_grad()
-    def _publish(self) -> None:
-        names = [name for name, master in self._masters.items() if master is not self._weights[name]]
-        if names:
-            torch._foreach_copy_([self._weights[n] for n in names], [self._masters[n] for n in names])
+    def _rounded(self) -> Mapping[str, torch.Tensor]:
+        weights = self._weights
+        return {name: weights[name] for name, master in self._masters.items() if master is not weights[name]}
 
 
-def _master(weight: nn.Parameter) -> torch.Tensor:
-    """The fp32 tensor that the optimizer steps. Each gradient is added to it as soon as it is complete.
-
-    So gradients accumulate in fp32, and only one low-precision gradient exists at a time.
-    """
+def _master(weight: nn.Parameter, *, keeps: bool) -> torch.Tensor:
+    """The fp32 tensor that the optimizer steps; its gradients are as `add_to` leaves them."""
     if weight.dtype == torch.float32:
         return weight
-    return add_to(weight.detach().float(), weight)
+    return add_to(weight.detach().float(), weight, keeps=keeps)
 
 
-def add_to(total: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
-    """Have the gradients of a weight added to that of `total`, which is returned."""
+def add_to(total: torch.Tensor, weight: nn.Parameter, *, keeps: bool = False) -> torch.Tensor:
+    """Have the gradients of a weight added to that of `total`, which is returned.
+
+    So they accumulate in the format of `total`, and only one in that of the weight exists at a time. With
+    `keeps`, a first one stays as it is.
+    """
 
     def accumulate(weight: torch.Tensor) -> None:
         assert weight.grad is not None
-        if total.grad is None:
-            total.grad = weight.grad.to(total.dtype)
-        else:
+        if total.grad is not None:
             total.grad += weight.grad
+        else:
+            total.grad = weight.grad if keeps else weight.grad.to(total.dtype)
         weight.grad = None
 
+    total.grad_dtype = None  # Any
     weight.register_post_accumulate_grad_hook(accumulate)
     return total

@@ -1,15 +1,15 @@
 """One optimizer step of a single process."""
 
 from shardwise.hardware.hardware import Hardware
-from shardwise.simulate.memory.recorded import own_pool, sums_stay
+from shardwise.simulate.memory.recorded import keeps_format, own_pool, sums_stay
 from shardwise.simulate.step_trace import FP32, StepTrace
-from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, added, converted
+from shardwise.simulate.time.schedule import Schedule, added, converted
 from shardwise.simulate.time.segments import Segment
 from shardwise.strategy import Strategy
 
 
 class SingleSchedule(Schedule):
-    """`engines/single/runtime.py`: each gradient is added to its fp32 sum as soon as it is complete.
+    """`engines/single/runtime.py`: gradients of several micro-batches are added to fp32 sums as they come.
 
     Recorded passes are issued with one call, and may add to sums that stay.
     """
@@ -19,7 +19,8 @@ class SingleSchedule(Schedule):
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
         super().__init__(trace, strategy, hardware)
         self.stay = sums_stay(trace, strategy)
-        self.summed = FP32  # Bytes in which gradients are added up
+        self.kept = keeps_format(strategy) and not self.stay  # Gradients stay as they come
+        self.summed = self.item if self.kept else FP32  # Bytes in which gradients are added up
         if own_pool(trace):
             self.record()
 
@@ -29,9 +30,10 @@ class SingleSchedule(Schedule):
             self.run(segment)
             hooks = len(segment.gradients)
             if hooks and self.mixed:
-                one = (converted if first else added)(self.item, self.summed)
                 issue = 0.0 if self.recorded else hooks * self.host.seconds("gradient_hook")
-                self.streams.move(one * segment.learned, "mixed", kernels=hooks, issue=issue)
+                one = 0 if self.kept else (converted if first else added)(self.item, self.summed)
+                kernels = 0 if self.kept else hooks
+                self.streams.move(one * segment.learned, "mixed", kernels=kernels, issue=issue)
             elif hooks and not first:
                 self.streams.move(added(FP32, FP32) * segment.learned, kernels=hooks)
             if hooks:
@@ -41,8 +43,6 @@ class SingleSchedule(Schedule):
         """The gradients of a segment are added up."""
 
     def update(self) -> None:
-        streams, elements = self.streams, self.trainable
-        streams.move(NORM_BYTES * elements, "foreach_norm")
-        self.adamw(elements, len(self.trace.trainable))
-        if self.mixed:
-            streams.move(converted(FP32, self.item) * elements, "foreach_copy")
+        elements = self.trainable
+        self.gradient_norm(elements, gradient=self.summed)
+        self.adamw(elements, len(self.trace.trainable), gradient=self.summed, rounded=self.rounded)

@@ -28,6 +28,11 @@ def gradients_stay(strategy: Strategy, *, adapters: bool) -> bool:
     return adapters or strategy.accumulation > 1
 
 
+def keeps_format(strategy: Strategy) -> bool:
+    """Whether gradients that are not allocated once stay in the format in which they are computed."""
+    return strategy.accumulation == 1
+
+
 def sums_stay(trace: StepTrace, strategy: Strategy) -> bool:
     """The same of a trace; False where no passes are recorded."""
     # Some are frozen; those that the engine does not see have no elements.

@@ -33,8 +33,8 @@ NORM_BYTES = FP32
 """A norm reads each fp32 gradient (torch._foreach_norm)."""
 
 ADAMW_BYTES = 7 * FP32
-"""torch's fused AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient
-(FusedAdamKernel.cu)."""
+"""AdamW reads weight, gradient and both moments in fp32, and writes all but the gradient (torch's
+FusedAdamKernel.cu)."""
 
 ADAMW_8BIT_BYTES = 4 * FP32 + copied(FP32)
 """bitsandbytes' reads fp32 weight and gradient, moments in bytes; all but the gradient are written."""
@@ -58,6 +58,7 @@ class Schedule:
     """
 
     recorded = False  # Whether passes are CUDA graphs, which the host issues with one call
+    adamw_kernel = "adamw"  # Ours, or torch's `fused_adamw`
     sums_over_ranks = True  # Whether gradients of fp32 parameters are concatenated and summed over the ranks
 
     def __init__(self, trace: StepTrace, strategy: Strategy, hardware: Hardware) -> None:
@@ -68,6 +69,7 @@ class Schedule:
         self.host = Host(hardware.host_pace)
         self.item: int = 2 if trace.precision in ("bf16", "fp16") else FP32
         self.mixed = self.item < FP32
+        self.rounded = self.item if self.mixed else 0  # Bytes of a weight that follows the one AdamW steps
         self.group = communication.group(hardware, strategy.data_parallel, stride=strategy.tensor_parallel)
         self.peers = communication.group(hardware, strategy.tensor_parallel)
         self.ranks = strategy.data_parallel
@@ -131,7 +133,7 @@ class Schedule:
             streams.move(copied(FP32) * elements)
         streams.move(NORM_BYTES * elements, "foreach_norm")
         self.update()
-        streams.move(ADAMW_BYTES * elements, "fused_adamw")
+        streams.move(ADAMW_BYTES * elements, "adamw")
 
     @cached_property
     def _between(self) -> list[Work]:
@@ -160,17 +162,24 @@ class Schedule:
         """Elements of several gathered parameters."""
         return sum(self.elements(index) for index in parameters)
 
-    def adamw(self, elements: float, tensors: int) -> None:
-        """AdamW on the GPU: torch's fused kernel, or one of bitsandbytes' for each tensor.
+    def gradient_norm(self, elements: float, *, gradient: int = FP32) -> None:
+        """The norm of gradients on the GPU, of `gradient` bytes each."""
+        self.streams.move(gradient * elements, "foreach_norm" if gradient == FP32 else "norm_half")
 
-        Before bitsandbytes' the host waits for the norm (engines/runtime/adamw8bit.py).
+    def adamw(self, elements: float, tensors: int, *, gradient: int = FP32, rounded: int = 0) -> None:
+        """AdamW on the GPU: `adamw_kernel`, or one of bitsandbytes' for each tensor.
+
+        `gradient`, `rounded`: bytes of a gradient as it comes, and of the weight that is written, too. Before
+        bitsandbytes' kernels the host waits for the norm (engines/runtime/adamw8bit.py).
         """
         if self.strategy.optimizer == "adamw":
-            self.streams.move(ADAMW_BYTES * elements, "fused_adamw")
+            self.streams.move((ADAMW_BYTES - FP32 + gradient + rounded) * elements, self.adamw_kernel)
             return
         self.streams.host_reads()
         issue = tensors * self.host.seconds("adamw8bit")
         self.streams.move(ADAMW_8BIT_BYTES * elements, "adamw8bit", kernels=tensors, issue=issue)
+        if rounded:
+            self.streams.move(converted(FP32, rounded) * elements, "foreach_copy")
 
     def run(self, segment: Segment, *, issue: float = 0.0) -> None:
         """A segment's kernels, and the sums over tensor-parallel ranks within it."""
