@@ -49,6 +49,29 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFT
 FIELDS = "from dataclasses import dataclass\nfrom transformers import HfArgumentParser, Trainer, TrainingArguments\n@dataclass\nclass M:\n    name: str = 'a/b'\n    splits: str = 'train'\n    note: str = ''\nm, t = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\n"
 
 CASES: dict[str, Case] = {
+    **{
+        f"the warm-up of a schedule that a job has not: {schedule}": (
+            {"a.yaml": f"model_name_or_path: a/b\nlr_scheduler_type: {schedule}\nwarmup_ratio: 0.1\n"},
+            {"optimizer.warmup_steps": 0.1},
+            (f"`{schedule}`: trained with another schedule",),
+            ("has no warm-up",),
+        )
+        for schedule in ("polynomial", "cosine_with_restarts", "inverse_sqrt", "cosin")
+    },
+    "the warm-up of such a schedule in a script": (
+        {
+            "train.py": "from transformers import Trainer, TrainingArguments\nTrainer(m, TrainingArguments('o', lr_scheduler_type='polynomial', warmup_steps=100)).train()\n"
+        },
+        {"optimizer.warmup_steps": 100},
+        ("trained with another schedule",),
+        ("has no warm-up",),
+    ),
+    "such a schedule without a warm-up": (
+        {"a.yaml": "model_name_or_path: a/b\nstage: sft\nlr_scheduler_type: polynomial\n"},
+        {"optimizer.warmup_steps": 0},
+        ("optimizer.warmup_steps=0",),
+        ("has no warm-up",),
+    ),
     "DeepSpeed's schedule runs, with the Trainer's warm-up": (
         {"run.sh": f"deepspeed train.py --deepspeed z.json {CONSTANT}", "train.py": FILLED, "z.json": WARMUP},
         {"optimizer.schedule": "constant", "optimizer.warmup_steps": 0.05},

@@ -136,10 +136,10 @@ def with_warmup(stated: Sequence[Statement], setup: Setup, said: list[str]) -> l
     schedules = [one.place.partition(" (")[0] for one in stated if one.key == "optimizer.schedule"]
     warmups = [one for one in stated if one.key == "optimizer.warmup_steps"]
     none = [one for one in warmups if one.word and ": lr_scheduler" in one.place]
-    if setup.reader == "trainer" and any(one.section("scheduler") for one in setup.of("deepspeed")):
-        return [one for one in stated if one not in none]
-    if not any(one.place.startswith(schedules[-1]) for one in none):
-        return list(stated)
+    replaced = setup.reader == "trainer" and any(one.section("scheduler") for one in setup.of("deepspeed"))
+    stated = [one for one in stated if one not in none or (one.value and not replaced)]
+    if replaced or not any(one.value and one.place.startswith(schedules[-1]) for one in none):
+        return stated  # also of a schedule that a job has not, which warms up
     lost = [one for one in warmups if one not in none]
     said += [f"left out: {one.place}: the constant schedule has no warm-up" for one in lost]
     return [one for one in stated if one not in lost]
