@@ -49,6 +49,18 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFT
 FIELDS = "from dataclasses import dataclass\nfrom transformers import HfArgumentParser, Trainer, TrainingArguments\n@dataclass\nclass M:\n    name: str = 'a/b'\n    splits: str = 'train'\n    note: str = ''\nm, t = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\n"
 
 CASES: dict[str, Case] = {
+    "neat_packing turns packing on": (
+        {"a.yaml": "model_name_or_path: a/b\nstage: sft\npacking: false\nneat_packing: true\n"},
+        {"data.packing": True},
+        (),
+        ("conflict",),
+    ),
+    "neat_packing that is off does not": (
+        {"a.yaml": "model_name_or_path: a/b\nstage: sft\npacking: false\nneat_packing: false\n"},
+        {"data.packing": False},
+        (),
+        ("conflict",),
+    ),
     **{
         f"the warm-up of a schedule that a job has not: {schedule}": (
             {"a.yaml": f"model_name_or_path: a/b\nlr_scheduler_type: {schedule}\nwarmup_ratio: 0.1\n"},

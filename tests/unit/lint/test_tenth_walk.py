@@ -104,6 +104,7 @@ def test_what_stops_axolotl(tmp_path: Path, changes: str, said: list[str]) -> No
         ("adapter_name_or_path: out", []),
         ("neat_packing: true; stage: dpo", ["error"]),
         ("neat_packing: true", []),
+        ("neat_packing: true; packing: false", ["note"]),
         ("stage: ppo", ["error"]),
         ("stage: ppo; reward_model: out", []),
         ("streaming: true", ["error"]),

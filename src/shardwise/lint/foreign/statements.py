@@ -103,8 +103,8 @@ def _is_met(key: str, setup: Setup, strategy: str) -> bool:
     if key in _WARMUPS:  # the Trainer takes the share where the count is 0
         count, share = (any(as_number(one.get(name)) for one in setup.documents) for name in _WARMUPS)
         return count and not share if key == "warmup_ratio" else share and not count
-    if key == "openrlhf.eval_split":  # the split of other rows
-        return any(one.has("eval_dataset") for one in setup.documents)
+    if other := TABLE["overruled"].get(key):
+        return any(one.get(other) for one in setup.documents)
     if key == "engine.step()":
         return 1 in (one.get("gradient_accumulation_steps") for one in setup.documents)
     off = key == "zero_optimization.overlap_comm" and '"overlap_comm": false' in strategy
