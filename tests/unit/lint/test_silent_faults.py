@@ -157,6 +157,11 @@ COLLATED = (
     [
         ("AutoModelForCausalLM", "tok", True),
         ("AutoModelForCausalLM", "tokenizer=tok, return_tensors='pt'", True),
+        ("AutoModelForCausalLM", "tok, mlm=True", True),
+        ("AutoModelForCausalLM", "tok, True", True),
+        ("AutoModelForCausalLM", "tokenizer=tok, mlm=True, mlm_probability=0.3", True),
+        ("AutoModelForCausalLM", "tok, mlm=args.mlm", False),
+        ("AutoModelForMaskedLM", "tok, mlm=True", False),
         ("AutoModelForCausalLM", "tok, mlm=False", False),
         ("AutoModelForCausalLM", "tok, False", False),
         ("AutoModelForCausalLM", "tok, **more", False),

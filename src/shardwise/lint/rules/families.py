@@ -48,6 +48,7 @@ _ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS_WITH = re.compile(r"(?i)(?!.*label).*pad")  # a `label_pad_token_id` is -100
 _PADS = pattern("pads")
+_OTHER_MLM = re.compile(r"MaskedLM|PreTraining|\.mlm\b|\bmlm *(:|=(?! *True))")  # some branch may mask no words
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
@@ -209,7 +210,7 @@ def _padded_with_end(program: ast.Module, model: str) -> int | None:
 @training_rule("warning", "transformers/data/data_collator.py: DataCollatorForLanguageModeling, -100")
 def end_token_is_not_learned(document: Document, setup: Setup) -> Iterator[Hit]:
     """The collator masks every pad token, so a pad token that is the end token hides the end of each row."""
-    made = [call for call in calls(document, "DataCollatorForLanguageModeling") if _causal(call)]
+    made = [call for call in calls(document, "DataCollatorForLanguageModeling") if _mlm(call) is False]
     trains = any(one.rpartition(".")[2] in names("trainers") for one in document.uses)
     if not made or not trains or _PACKED.search(document.text):
         return
@@ -287,21 +288,22 @@ def answers_have_no_end(document: Document, setup: Setup) -> Iterator[Hit]:
 def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     """The collator makes labels of the input ids: the script's own, with -100 for prompts, are lost."""
     others = re.search(r"DataCollator(?!ForLanguageModeling)\w+\(", document.text)
-    causal = "ForCausalLM" in document.text and not re.search(r"MaskedLM|PreTraining|mlm", document.text)
+    causal = "ForCausalLM" in document.text and not _OTHER_MLM.search(document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
-        if causal and len(call.args) < 2 and all(one.arg for one in call.keywords):
-            what = "`mlm` is True by default: 15 % of the words are masked, and only these are labels, "
+        if causal and _mlm(call) is True:
+            what = f"`mlm` is True{' by default' * ('mlm=' not in ast.unparse(call))}: 15 % of the words are masked, and only these are labels, "
             what += "which a causal model is to predict from the words before"
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
-        if _causal(call) and _MASKED.search(document.text) and not others:
+        if _mlm(call) is False and _MASKED.search(document.text) and not others:
             what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or "
             what += "the run stops at rows of different lengths: ValueError `Unable to create tensor`"
             yield Hit((), what, "DataCollatorForSeq2Seq(tokenizer, padding=True)", line=call.lineno)
 
 
-def _causal(call: ast.Call) -> bool:
-    given = [one.value for one in call.keywords if one.arg == "mlm"] + call.args[1:2]
-    return any(isinstance(one, ast.Constant) and one.value is False for one in given)
+def _mlm(call: ast.Call) -> Any:
+    """Whether a collator masks words, as it does by default; neither True nor False if a run decides."""
+    given = [one.value for one in call.keywords if one.arg in ("mlm", None)] + call.args[1:2]
+    return next((getattr(one, "value", None) for one in given), True)
 
 
 @loop_rule("warning", "transformers/loss/loss_utils.py: ForCausalLMLoss ignores -100 only")
@@ -314,7 +316,7 @@ def labels_include_padding(document: Document, setup: Setup) -> Iterator[Hit]:
             yield Hit((), what, "padding_value=-100", line=call.lineno)
     masked = re.search("(?m)^[^#\n]*(-100|DataCollator)", document.text) is not None
     made = (call for one in setup.of("training") for call in calls(one, "DataCollatorForLanguageModeling"))
-    masked = masked or any(map(_causal, made))  # which makes labels of its own, without pad tokens
+    masked = masked or False in map(_mlm, made)  # which makes labels of its own, without pad tokens
     if (
         document.syntax == "python"
         and (given := _LABELS.search(document.text))
