@@ -248,6 +248,10 @@ rows = rows.map(lambda r: {{'text': r['q'] + r['a']}}{})
 args = SFTConfig('out', assistant_only_loss=True)
 SFTTrainer(model='x', args=args, train_dataset=rows).train()
 """
+PACKS = """from trl import SFTConfig, SFTTrainer
+args = SFTConfig('out', {}=True, model_init_kwargs={{'attn_implementation': '{}'}})
+SFTTrainer(model='x', args=args, train_dataset=rows).train()
+"""
 OF_A_NODE = "torchrun --nnodes 2 --node_rank {} --nproc_per_node 8 --master_addr a train.py --data {}\n"
 WRITES = """from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from mine import rows, collate
@@ -848,6 +852,7 @@ CASES = (
     ),
     Case("labels-of-another-text", APART.format("one['answer']"), APART.format("one['prompt']")),
     Case("chats-are-texts-by-then", TEXTS.format(", remove_columns=['q', 'a']"), TEXTS.format("")),
+    Case("packed-rows-see-each-other", PACKS.format("packing", "sdpa"), PACKS.format("packing", "kernels-x/y")),
     Case("loader-and-file-differ", LOADED.format(2), LOADED.format(1), also=(JSON,)),
     Case(
         "quantised-without-adapter",

@@ -173,6 +173,31 @@ def test_a_causal_model_gets_no_masked_words(tmp_path: Path, model: str, given: 
     assert said == [("warning", 2)] * wrong
 
 
+PACKED = """from transformers import AutoModelForCausalLM
+from trl import SFTConfig, SFTTrainer
+model = AutoModelForCausalLM.from_pretrained('a/b'{})
+SFTTrainer(model, SFTConfig('o',
+    {})).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "given", "wrong"),
+    [
+        ("sdpa", "packing=True", True),
+        ("eager", "padding_free=True, max_length=None", True),
+        ("flash_attention_2", "packing=True", False),
+        ("sdpa", "packing=False", False),
+        ("sdpa", "packing=True, packing_strategy='wrapped'", False),  # which mixes rows by design
+        ("", "packing=True", False),
+    ],
+)
+def test_packed_rows_see_each_other(tmp_path: Path, kernel: str, given: str, wrong: bool) -> None:
+    chosen = f", attn_implementation='{kernel}'" if kernel else ""
+    said = found(tmp_path, "packed-rows-see-each-other", train_py=PACKED.format(chosen, given))
+    assert said == [("warning", 5)] * wrong
+
+
 ADAPTERS = """from peft import LoraConfig, get_peft_model
 from trl import SFTTrainer
 config = LoraConfig(r=8)

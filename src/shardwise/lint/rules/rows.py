@@ -173,6 +173,17 @@ def chats_are_texts_by_then(document: Document, _: Setup) -> Iterator[Hit]:
             yield Hit(("assistant_only_loss",), what, fix)
 
 
+@training_rule("warning", "trl/trainer/sft_trainer.py: not set to a supported Flash Attention variant")
+def packed_rows_see_each_other(document: Document, _: Setup) -> Iterator[Hit]:
+    """TRL knows flash attention alone to keep the rows of a pack apart, and only warns of another kernel."""
+    kernel = document.get("attn_implementation") or document.get("model_init_kwargs", "attn_implementation")
+    joined = next((one for one in ("packing", "padding_free") if document.on(one)), "")
+    trl = {"SFTTrainer", "SFTConfig"} & {*document.uses} and document.get("packing_strategy") != "wrapped"
+    if trl and joined and kernel in ("sdpa", "eager"):
+        what = f"with {kernel} attention the rows that `{joined}` joins may see each other: TRL only warns"
+        yield Hit((joined,), what, f"attn_implementation='flash_attention_2', or {joined}=False")
+
+
 @training_rule("warning", "accelerate/accelerator.py: _prepare_deepspeed; read in 1.15")
 def loader_and_file_differ(document: Document, setup: Setup) -> Iterator[Hit]:
     """Accelerate reads a DataLoader for `auto` only: a number of the file changes no rows, and is wrong."""
