@@ -69,6 +69,10 @@ def written(base: dict[str, str], changes: str) -> str:
         ("-learning_rate; -micro_batch_size; -num_epochs", []),  # a part of a file
         ("save_strategy: epoch; save_steps: 100", ["error"]),
         ("save_strategy: steps; save_steps: 100", []),
+        ("load_best_model_at_end: true; save_steps: 30; eval_steps: 50", ["error"]),
+        ("load_best_model_at_end: true; save_steps: 100; eval_steps: 50", []),
+        ("load_best_model_at_end: false; save_steps: 30; eval_steps: 50", []),
+        ("save_steps: 30; eval_steps: 50", []),
         ("test_datasets: [{path: a}]", ["error"]),
         ("test_datasets: [{path: a}]; val_set_size: 0", []),
         ("rl: dpo", ["error"]),

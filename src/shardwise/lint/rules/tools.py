@@ -67,6 +67,11 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
     if tool_of(document) == "Axolotl":
         yield from _stops(document, "Axolotl")
         yield from _other_kinds(document, "Axolotl", "val_set_size")
+        save, evaluate = document.number("save_steps"), document.number("eval_steps")
+        if document.on("load_best_model_at_end") and save and evaluate and save % evaluate:
+            what = "Axolotl silently keeps the last model, and not the best: "
+            what += f"`save_steps` {save:g} is no multiple of `eval_steps` {evaluate:g}"
+            yield Hit(("load_best_model_at_end",), what, "save_steps: a multiple of eval_steps")
     for at, one in enumerate(rows if isinstance(rows := document.get("datasets"), list) else ()):
         if isinstance(one, Mapping) and str(one.get("type")).startswith("sharegpt"):
             what = "Axolotl stops: `type: sharegpt.*` is deprecated"
