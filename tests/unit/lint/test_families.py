@@ -157,6 +157,10 @@ def test_rows_of_a_tokenizer_have_positions(length: int, model: str, more: str, 
         (AXOLOTL + "sequence_len: 4096\nmax_length: 1\n", ""),
         ("base_model: a/b\noutput_dir: o\nsequence_length: 4096\n", ""),  # of nobody in particular
         (FACTORY.format("a/b") + "lora_targets: all\n", "error"),
+        (
+            FACTORY.format("a/b") + "neat_pack: true\n",
+            "error",
+        ),  # far from neat_packing; it stops all the same
         (FACTORY.format("a/b") + "cutoff_len: 9\nmax_seq_length: 9\n", "error"),
         (FACTORY.format("a/b") + "lora_target: all\nmax_length: 9\n", ""),  # of what it generates
     ],

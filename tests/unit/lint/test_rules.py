@@ -852,7 +852,7 @@ CASES = (
     ),
     Case("labels-of-another-text", APART.format("one['answer']"), APART.format("one['prompt']")),
     Case("chats-are-texts-by-then", TEXTS.format(", remove_columns=['q', 'a']"), TEXTS.format("")),
-    Case("packed-rows-see-each-other", PACKS.format("packing", "sdpa"), PACKS.format("packing", "kernels-x/y")),
+    Case("packed-rows-see-each-other", PACKS.format("packing", "sdpa"), PACKS.format("packing", "flex_x")),
     Case("loader-and-file-differ", LOADED.format(2), LOADED.format(1), also=(JSON,)),
     Case(
         "quantised-without-adapter",

@@ -210,6 +210,22 @@ def test_a_class_of_trl_logs_at_steps_of_its_own() -> None:
     assert lines_of("contradicting-arguments", f"{SFT}{given}, eval_steps=200)\n") == [5]
 
 
+def test_an_argument_is_shown_at_its_own_line() -> None:
+    rows = (
+        "SFTConfig(",
+        "'out',",
+        f"{BEST},",
+        "evaluation_strategy='steps',",
+        "eval_steps=50, save_steps=70)",
+    )
+    given = "\n    ".join(rows) + "\n"
+    before = SFT.count("\n")
+    assert lines_of("contradicting-arguments", SFT + given) == [before + 3]
+    alone = given.replace(f"    {BEST},\n", "") + "t = SFTTrainer(m, a)\nt.train()\n"
+    text = SFT.replace("SFTConfig", "SFTConfig, SFTTrainer", 1) + alone
+    assert lines_of("contradicting-arguments", text)[-1:] == [before + 3]
+
+
 @pytest.mark.parametrize(
     ("flags", "stops"),
     [

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -84,6 +85,15 @@ def _imported(document: Document) -> set[str]:
 @training_rule("error", "transformers/training_args.py: TrainingArguments.__post_init__; read in 5.23")
 def contradicting_arguments(document: Document, setup: Setup) -> Iterator[Hit]:
     """The Trainer's arguments stop with a ValueError."""
+    for hit in _contradictions(document, setup):
+        same = (hit.key[0], hit.key[0].replace("eval_", "evaluation_"))
+        made = (call.keywords for call in within(tree_of(document)) if call.lineno == hit.line)
+        lines = (one.value.lineno for words in made for one in words if one.arg in same)
+        yield replace(hit, line=next(lines, hit.line))
+
+
+def _contradictions(document: Document, setup: Setup) -> Iterator[Hit]:
+    """The same, each at the line where its call begins."""
     started = any(one.syntax == "shell" for one in setup.of("training"))  # with the flags that it gives
     every = started and document.syntax == "python"
     groups = [one for one in given_to_trainers(document, setup, every=every) if "**" not in one[0]]
@@ -272,7 +282,7 @@ def misspelt_key(document: Document, setup: Setup) -> Iterator[Hit]:
             stops = "LLaMA-Factory, Axolotl, TRL or the Trainer, which stop at it or ignore it"
             what = f"no key `{name}` is known of {stops if lenient else f'{tool}, {_DROPS[tool]}'}"
             changes = (Rename((str(name),), near),) if sure else ()
-            severity: Severity = "warning" if lenient or not sure else "error"
+            severity: Severity = "warning" if lenient else "error"
             yield Hit((str(name),), what, f"did you mean `{near}`?", changes, severity)
 
 

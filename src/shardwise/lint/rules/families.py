@@ -48,7 +48,9 @@ _ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS_WITH = re.compile(r"(?i)(?!.*label).*pad")  # a `label_pad_token_id` is -100
 _PADS = pattern("pads")
-_OTHER_MLM = re.compile(r"MaskedLM|PreTraining|\.mlm\b|\bmlm *(:|=(?! *True))")  # some branch may mask no words
+_OTHER_MLM = re.compile(
+    r"MaskedLM|PreTraining|\.mlm\b|\bmlm *(:|=(?! *True))"
+)  # some branch may mask no words
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
