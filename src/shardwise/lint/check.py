@@ -198,8 +198,7 @@ def _once(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 def findings_of(document: Document, setup: Setup) -> list[Finding]:
     """Return the findings of the rules for the document's kind."""
-    if document.kind == "job":
-        return [*_job_findings(document, setup), *_open_to_dos(document)]
+    job = [*_job_findings(document, setup), *_open_to_dos(document)] if document.kind == "job" else []
     at = next((n for n, one in enumerate(setup.documents) if one is document), None)
     setup = with_what_scripts_set(setup)
     document = document if at is None else setup.documents[at]
@@ -209,7 +208,7 @@ def findings_of(document: Document, setup: Setup) -> list[Finding]:
     seen = {False: document, True: as_run(document, others) if document.syntax == "python" else document}
     found = (finding(one, seen[one.runs], hit) for one in held for hit in one.find(seen[one.runs], setup))
     once = {(one.rule, one.line, one.key, one.what): one for one in found}  # of several calls
-    return [*once.values()]
+    return [*job, *once.values()]
 
 
 def _job_findings(document: Document, setup: Setup) -> list[Finding]:

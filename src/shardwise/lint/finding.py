@@ -64,6 +64,7 @@ def rule(
 
 
 training_rule = partial(rule, versions="", kind="training")
+job_rule = partial(rule, versions="", kind="job")
 loop_rule = partial(training_rule, runs=True)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import shardwise
 from shardwise.folders import packaged
 from shardwise.lint.check import check
 from shardwise.lint.finding import Finding
@@ -219,3 +222,29 @@ def test_an_end_token_that_also_pads_is_masked(
     model: str, pad: str, end: str, mlm: bool, wrong: bool
 ) -> None:
     assert bool(found("end-token-is-not-learned", ENDS.format(model, pad, end, mlm))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "rows", "template"),
+    [
+        ("{source: meta-llama/Llama-2-7b-hf}", "sequence_length: 16384", "warning", ""),
+        ("{source: meta-llama/Llama-2-7b-hf}", "sequence_length: 4096", "", ""),
+        ("{source: meta-llama/Llama-2-7b-hf, weights: random}", "sequence_length: 16384", "", ""),
+        ("{source: gpt2, weights: random}", "sequence_length: 2048", "error", ""),
+        ("{source: gpt2, weights: random, config: {n_positions: 2048}}", "sequence_length: 2048", "", ""),
+        ("{source: Qwen/Qwen2.5-7B-Instruct}", "chat_template: llama-3", "", "warning"),
+        ("{source: meta-llama/Llama-3.1-8B}", "chat_template: llama-3", "", ""),
+        ("{source: mine/model}", "chat_template: llama-3, sequence_length: 65536", "", ""),
+        ("{source: Qwen/Qwen2.5-7B}", "chat_template: alpaca", "", ""),
+    ],
+)
+def test_rows_and_templates_of_jobs(
+    model: str, data: str, rows: str, template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("{}\n")
+    Path("job.yaml").write_text(f"name: a\nmodel: {model}\ndata:\n  {{train: a.jsonl, {data}}}\n")
+    said = {one.rule: (one.severity, one.line) for one in shardwise.check("job.yaml").findings}
+    said.pop("job-tokenizer", None)
+    expected = {"job-rows-longer-than-positions": rows, "job-template-of-another-family": template}
+    assert said == {rule: (severity, 4) for rule, severity in expected.items() if severity}

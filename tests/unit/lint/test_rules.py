@@ -248,6 +248,9 @@ rows = rows.map(lambda r: {{'text': r['q'] + r['a']}}{})
 args = SFTConfig('out', assistant_only_loss=True)
 SFTTrainer(model='x', args=args, train_dataset=rows).train()
 """
+JOB = (
+    "name: a\nmodel: {{source: {}}}\ndata: {{train: a.jsonl, sequence_length: {}, chat_template: llama-3}}\n"
+)
 PACKS = """from trl import SFTConfig, SFTTrainer
 args = SFTConfig('out', {}=True, model_init_kwargs={{'attn_implementation': '{}'}})
 SFTTrainer(model='x', args=args, train_dataset=rows).train()
@@ -821,6 +824,12 @@ CASES = (
     ),
     Case("template-of-another-family", FACTORY.format("llama3"), FACTORY.format("qwen")),
     Case(
+        "job-template-of-another-family",
+        JOB.format("Qwen/Qwen2.5-7B", 9),
+        JOB.format("meta-llama/Llama-3.1-8B", 9),
+    ),
+    Case("job-rows-longer-than-positions", JOB.format("gpt2", 2048), JOB.format("gpt2", 1024)),
+    Case(
         "end-token-is-not-learned",
         ENDED.format("DataCollatorForLanguageModeling(tokenizer, mlm=False)"),
         ENDED.format("DataCollatorForSeq2Seq(tokenizer)"),
@@ -1168,7 +1177,8 @@ def documents(case: Case, example: Any) -> tuple[Document, ...]:
 
 def found(case: Case, example: Any) -> list[Finding]:
     made = documents(case, example)
-    return [one for one in check(Setup(documents=made, **case.setup)).findings if one.file == "file0"]
+    said = check(Setup(documents=made, **case.setup)).findings
+    return [one for one in said if one.file == "file0" and one.rule != "job-file"]  # no job is on the disk
 
 
 def test_every_rule_has_an_example_and_there_are_enough_of_them() -> None:

@@ -13,7 +13,7 @@ from shardwise.lint.edit import Drop, Rename
 from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
 from shardwise.lint.read import is_file
 from shardwise.lint.rules.accelerate import certainly_missing
-from shardwise.lint.rules.families import named_models
+from shardwise.lint.rules.families import LEARNED, named_models
 from shardwise.lint.rules.program import (
     calls,
     is_optimizer,
@@ -50,7 +50,6 @@ _STRANGE = 4  # a file of which more than one key in four is not known is anothe
 _OTHER_NAMES: dict[str, dict[str, str]] = _ARGUMENTS["other_names"]
 _DROPS = {"Axolotl": "which drops it silently, and uses its default"}
 _DROPS["LLaMA-Factory"] = "which stops: `Some keys are not used by the HfArgumentParser`"
-_LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "gptj")  # a position past the last has no row
 _LENGTHS = ("max_length", "max_seq_length", "sequence_len", "cutoff_len")
 _KNOWN: dict[str, tuple[frozenset[str], str, Severity]] = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), (_TRAINERS, "TypeError", "error")),
@@ -334,7 +333,7 @@ def rows_longer_than_positions(document: Document, setup: Setup) -> Iterator[Hit
         return
     given = [(name, document.number(name), document.line((name,)), False) for name in _LENGTHS]
     given += [("max_length", *one) for one in _tokenized(document, setup)]
-    learned = shape.model_type in _LEARNED
+    learned = shape.model_type in LEARNED
     for name, length, line, padded in given:
         if length and length > most:
             stops = ", and a longer row stops with `index out of range`" if learned else ""

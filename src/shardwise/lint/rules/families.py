@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.job.source import Key
 from shardwise.lint.document import Document, line_at
 from shardwise.lint.edit import Put
-from shardwise.lint.finding import Hit, Severity, loop_rule, training_rule
+from shardwise.lint.finding import Hit, Severity, job_rule, loop_rule, training_rule
 from shardwise.lint.model import blocks_for
 from shardwise.lint.rules.program import (
     all_code,
@@ -51,6 +51,7 @@ _PADS = pattern("pads")
 _OTHER_MLM = re.compile(
     r"MaskedLM|PreTraining|\.mlm\b|\bmlm *(:|=(?! *True))"
 )  # some branch may mask no words
+LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "gptj")  # a position past the last has no row
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
 _ENDS = re.compile(rf"^(?!\s*#|.*pad_token).*({'|'.join(names('end_tokens'))})")  # of a row to train on
@@ -182,11 +183,9 @@ def lora_targets(document: Document, setup: Setup) -> Iterator[Hit]:
 def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit]:
     """The tool has no such template, or the model does not know its tokens, and never sees its own end."""
     template, named = str(document.get("template")), str(document.get("model_name_or_path"))
-    last = named.rstrip("/").rpartition("/")[2].lower()
-    mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
-    known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
+    mine, other = _of_another(template, named)
     chats = document.has("finetuning_type") and (document.get("stage") != "pt" or template == "llama3")
-    if mine and known and chats and not re.match(_TEMPLATES[mine][1], template):
+    if other and chats:
         what = f"template {template} is another family's: {named} learns another end token than its own"
         yield Hit(("template",), what, f"template: {mine}, or the one of this model in LLaMA-Factory's list")
     own = template in names("templates") or "register_template" in setup.scripts
@@ -196,6 +195,36 @@ def template_of_another_family(document: Document, setup: Setup) -> Iterator[Hit
         what = f"LLaMA-Factory has no such template: {what}{'' if sure else ', unless yours is newer'}"
         severity: Severity = "error" if sure else "warning"
         yield Hit(("template",), what, f"did you mean `{mine or near}`?", (), severity, source=_HAS_TEMPLATES)
+
+
+def _of_another(template: str, model: str) -> tuple[str, bool]:
+    """The template of the model's family, as its name shows it, and whether this one is another family's."""
+    last = model.rstrip("/").rpartition("/")[2].lower()
+    mine = next((one for one, (models, _) in _TEMPLATES.items() if re.match(models, last)), "")
+    known = any(re.match(templates, template) for _, templates in _TEMPLATES.values())
+    return mine, bool(mine and known and not re.match(_TEMPLATES[mine][1], template))
+
+
+@job_rule("warning", "the model's tokenizer_config.json: chat_template, eos_token")
+def job_template_of_another_family(document: Document, _: Setup) -> Iterator[Hit]:
+    """The chat template of a job ends answers with a token that the model does not know."""
+    template, model = document.get("data", "chat_template"), str(document.get("model", "source"))
+    if template == "llama-3" and _of_another("llama3", model)[1]:
+        what = f"chat_template {template} is another family's: {model} learns another end token than its own"
+        yield Hit(("data", "chat_template"), what, "remove it: the model's own template is taken then")
+
+
+@job_rule("error", "the model's config.json: max_position_embeddings")
+def job_rows_longer_than_positions(document: Document, _: Setup) -> Iterator[Hit]:
+    """Rows of a job are longer than the model was trained for; with learned positions the run stops."""
+    length, model = document.number("data", "sequence_length") or 0, document.section("model")
+    shape = lookup(str(model.get("source")))
+    learned = shape is not None and shape.model_type in LEARNED
+    most = shape.positions if shape and (learned or model.get("weights") != "random") else None
+    if shape and most and length > most and not model.get("config"):
+        what = f"sequence_length is {length:g}: {model['source']} has {most} positions"
+        what += ", and the run stops" * learned
+        yield Hit(("data", "sequence_length"), what, f"{most}", severity=None if learned else "warning")
 
 
 def _padded_with_end(program: ast.Module, model: str) -> int | None:
@@ -293,7 +322,8 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     causal = "ForCausalLM" in document.text and not _OTHER_MLM.search(document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
         if causal and _mlm(call) is True:
-            what = f"`mlm` is True{' by default' * ('mlm=' not in ast.unparse(call))}: 15 % of the words are masked, and only these are labels, "
+            what = f"`mlm` is True{' by default' * ('mlm=' not in ast.unparse(call))}: "
+            what += "15 % of the words are masked, and only these are labels, "
             what += "which a causal model is to predict from the words before"
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _mlm(call) is False and _MASKED.search(document.text) and not others:
