@@ -49,6 +49,20 @@ UNSLOTH = "from unsloth import FastLanguageModel\nfrom trl import SFTConfig, SFT
 FIELDS = "from dataclasses import dataclass\nfrom transformers import HfArgumentParser, Trainer, TrainingArguments\n@dataclass\nclass M:\n    name: str = 'a/b'\n    splits: str = 'train'\n    note: str = ''\nm, t = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\n"
 
 CASES: dict[str, Case] = {
+    "adapters of a quantized base, where all weights are to be trained": (
+        {
+            "a.yaml": "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\nlora_rank: 8\nquantization_bit: 4\n"
+        },
+        {"model.lora.rank": 8, "model.quantization": "nf4"},
+        ('changed: a.yaml:3: finetuning_type "full": quantized weights are frozen: trained with LoRA',),
+        ("not understood", "is of no use", "assumed: LoRA", "no file has adapters"),
+    ),
+    "ranks of no use, where no weights are quantized": (
+        {"a.yaml": "model_name_or_path: a/b\nstage: sft\nfinetuning_type: full\nlora_rank: 8\n"},
+        {"model.lora": None},
+        ("lora_rank 8 is of no use",),
+        ("quantized weights",),
+    ),
     "neat_packing turns packing on": (
         {"a.yaml": "model_name_or_path: a/b\nstage: sft\npacking: false\nneat_packing: true\n"},
         {"data.packing": True},

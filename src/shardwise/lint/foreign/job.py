@@ -65,7 +65,10 @@ def translation(files: Sequence[Path], folder: Path = Path()) -> tuple[str, list
         stated = [one._replace(value="single") if one.value in _SHARED else one for one in stated]
     first, last = re.compile(": (distributed_type|warmup_ratio)"), re.compile("DataLoader.batch_size")
     stated.sort(key=lambda one: bool(last.search(one.place)) - bool(first.search(one.place)))
-    if off := _without_adapters(documents):
+    off, keys = _without_adapters(documents), {one.key for one in stated if one.value not in ("", "none")}
+    if off and "model.quantization" in keys and any(key.startswith(_LORA) for key in keys):
+        said.append(f"changed: {off}: quantized weights are frozen: trained with LoRA, as the other keys say")
+    elif off:
         said += [f"changed: {off}: {one.place} is of no use" for one in stated if one.key.startswith(_LORA)]
         stated = [one for one in stated if not one.key.startswith(_LORA)]
     if any(one.get("lora_target_linear") is True for one in documents):  # and others, too
