@@ -173,6 +173,15 @@ def test_a_causal_model_gets_no_masked_words(tmp_path: Path, model: str, given: 
     assert said == [("warning", 2)] * wrong
 
 
+@pytest.mark.parametrize(
+    ("given", "by_default"), [("tok", True), ("tok, True", False), ("tok, mlm=True", False)]
+)
+def test_it_is_said_where_nobody_asked_for_masked_words(tmp_path: Path, given: str, by_default: bool) -> None:
+    found = checked(tmp_path, train_py=COLLATED.format("AutoModelForCausalLM", given))
+    (said,) = [one.what for one in found if one.rule == "collator-replaces-labels"]
+    assert ("by default" in said) is by_default
+
+
 PACKED = """from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 model = AutoModelForCausalLM.from_pretrained('a/b'{})

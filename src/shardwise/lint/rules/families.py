@@ -48,9 +48,7 @@ _ANSWERED = re.compile(r"(?i)(answer|response|output|completion|target)['\"]?\]?
 _MASKS = re.compile(r"(?i)-100|ignore_index|masked_fill|loss_mask")
 _PADS_WITH = re.compile(r"(?i)(?!.*label).*pad")  # a `label_pad_token_id` is -100
 _PADS = pattern("pads")
-_OTHER_MLM = re.compile(
-    r"MaskedLM|PreTraining|\.mlm\b|\bmlm *(:|=(?! *True))"
-)  # some branch may mask no words
+_OTHER_MLM = pattern("other_mlm")
 LEARNED = ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "gptj")  # a position past the last has no row
 _SAME_LENGTH = pattern("same_length")  # what makes rows as long as each other, or may
 _TOKENIZES = re.compile(r"(?is)(def|lambda) .*\btok\w*\(")
@@ -222,8 +220,8 @@ def job_rows_longer_than_positions(document: Document, _: Setup) -> Iterator[Hit
     learned = shape is not None and shape.model_type in LEARNED
     most = shape.positions if shape and (learned or model.get("weights") != "random") else None
     if shape and most and length > most and not model.get("config"):
-        what = f"sequence_length is {length:g}: {model['source']} has {most} positions"
-        what += ", and the run stops" * learned
+        stops = ", and the run stops" * learned
+        what = f"sequence_length is {length:g}: {model['source']} has {most} positions{stops}"
         yield Hit(("data", "sequence_length"), what, f"{most}", severity=None if learned else "warning")
 
 
@@ -322,9 +320,9 @@ def collator_replaces_labels(document: Document, _: Setup) -> Iterator[Hit]:
     causal = "ForCausalLM" in document.text and not _OTHER_MLM.search(document.text)
     for call in calls(document, "DataCollatorForLanguageModeling"):
         if causal and _mlm(call) is True:
-            what = f"`mlm` is True{' by default' * ('mlm=' not in ast.unparse(call))}: "
-            what += "15 % of the words are masked, and only these are labels, "
-            what += "which a causal model is to predict from the words before"
+            given = call.args[1:] or "mlm=" in ast.unparse(call)
+            what = f"`mlm` is True{'' if given else ' by default'}: some words are masked, and "
+            what += "only they are labels, which a causal model is to predict from the words before"
             yield Hit((), what, "mlm=False", severity="warning", line=call.lineno)
         if _mlm(call) is False and _MASKED.search(document.text) and not others:
             what = "this collator makes labels of the input ids: those with -100 for prompts are lost, or "
