@@ -61,7 +61,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
     losses = [(event["loss"], event["step"]) for event in _with_loss(run.events)]
     best_loss, best_step = min(losses, default=(None, None))
     latest = _latest(run.events)
-    steady, seconds = _steady(latest), _wall_seconds(run.events)
+    steady, (seconds, of_all) = _steady(latest), _wall_seconds(run.events)
     return {
         "name": run.job.get("name"),
         "path": str(run.path),
@@ -82,7 +82,7 @@ def summary(run_dir: str | Path | RunRecord) -> dict[str, Any]:
         "peak_memory_allocated_bytes": _peak(_of_kind(latest, "step"), "peak_memory_allocated_bytes"),
         "wall_seconds": seconds,
         "supervised": restarts_of(run.path, run.events),
-        "energy": energy(run, steady, seconds=seconds),
+        "energy": energy(run, steady, gpu_seconds=of_all),
         "checkpoints": checkpoints(run.path / "checkpoints"),
         "events_missing_before_lines": run.gaps,
     }
@@ -189,10 +189,14 @@ def _peak(steps: Sequence[Mapping[str, Any]], field: str) -> list[int]:
     return [max(values) for values in zip(*by_step, strict=True)]
 
 
-def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """Sum of the launches, each from its first to its last line; time between launches does not count."""
-    lines = pairwise(events)
-    return sum((b["time"] - a["time"] for a, b in lines if b["kind"] not in ("run", "resume")), 0.0)
+def _wall_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """Sum of the launches, each from its first to its last line, and of all their processes."""
+    wall, of_all, processes = 0.0, 0.0, 1
+    for a, b in pairwise(events):
+        processes = int(a["processes"]) if a["kind"] == "run" else processes
+        seconds = b["time"] - a["time"] if b["kind"] not in ("run", "resume") else 0.0
+        wall, of_all = wall + seconds, of_all + processes * seconds
+    return wall, of_all
 
 
 def checkpoints(folder: Path, *, every_byte: bool = False) -> list[dict[str, Any]]:

@@ -18,14 +18,14 @@ NUMBERS = ("joules_per_step", "joules_per_token", "watts", "kwh", "cost", "carbo
 LEAST_SECONDS = 1.0  # over less, readings that are 0.2 s old say little
 
 
-def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, seconds: float) -> dict[str, Any]:
+def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, gpu_seconds: float) -> dict[str, Any]:
     """The numbers NUMBERS, each with NAME_error and NAME_unavailable; and `phases_kwh`, `limit`, `simulated`.
 
-    `watts` is of all GPUs in `steady` steps, `seconds` the wall time of all launches. `kwh`, `cost` and
+    `watts` is of all GPUs in `steady` steps, `gpu_seconds` each launch's wall time times its processes. `kwh`, `cost` and
     `carbon_grams` are of all launches, evaluations and saves included; `cost_of` says what is in the cost.
     `host_kwh` has `cpu` and `dram` of all nodes, `host_unavailable` the reason why one is missing.
     """
-    found = {**_steps(steady), **_used(run, seconds)}
+    found = {**_steps(steady), **_used(run, gpu_seconds / SECONDS_PER_HOUR)}
     power = [event for event in run.events if event.get("kind") == "power"]
     heads = [event for event in run.events if event.get("kind") == "run"]
     choice = next((event for event in reversed(power) if event["what"] == "choice"), None)
@@ -99,10 +99,8 @@ def _steps(steady: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _used(run: RunRecord, seconds: float) -> dict[str, Any]:
+def _used(run: RunRecord, hours: float) -> dict[str, Any]:
     used, job = read_used(run.path), run.job.get("energy") or {}
-    gpus = next((int(event["processes"]) for event in run.events if event.get("kind") == "run"), 1)
-    hours = gpus * seconds / SECONDS_PER_HOUR
     if used is None:
         reasons = (event.get("kwh_unavailable") for event in reversed(run.events))
         reason = next((one for one in reasons if one), "no step is metered")

@@ -10,7 +10,7 @@ import pytest
 from test_report import HEAD, make, shown, step
 
 from shardwise.record.energy import Used, read_used, write_used
-from shardwise.record.schema import PowerEvent, StopEvent
+from shardwise.record.schema import PowerEvent, ResumeEvent, StopEvent
 from shardwise.report.compare import row_of, summary
 
 PRICES = "energy: {price_per_kwh: 0.5, price_per_gpu_hour: 3.6, carbon_g_per_kwh: 400}\n"
@@ -58,6 +58,23 @@ def test_energy_has_errors_of_a_fifth_of_a_second_at_each_stretch(tmp_path: Path
     assert found["carbon_grams"] == pytest.approx(0.8)
     assert found["phases_kwh"] == pytest.approx({"training": 6000 / 3.6e6, "evaluation": 1200 / 3.6e6})
     assert (found["limit_watts"], found["saved_joules"], found["simulated"]) == (500, 1500.0, False)
+
+
+def test_gpu_hours_are_each_launchs_own(tmp_path: Path) -> None:
+    """A run that goes on with other processes costs what each launch had."""
+    path = make(
+        tmp_path / "a",
+        (0.0, replace(HEAD, processes=1)),
+        (10.0, StopEvent(step=10, status="paused", seconds=10.0)),
+        (50.0, replace(HEAD, processes=4)),
+        (50.0, ResumeEvent(step=10)),
+        (70.0, StopEvent(step=30, status="finished", seconds=20.0)),
+    )
+    (path / "job.yaml").write_text("name: a\nenergy: {price_per_gpu_hour: 3600}\n")
+    write_used(path, Used(joules=7200.0, error_joules=40.0, seconds=30.0))
+    found = summary(path)
+    assert found["wall_seconds"] == pytest.approx(30.0)
+    assert found["energy"]["cost"] == pytest.approx(1 * 10 + 4 * 20)
 
 
 def test_without_prices_there_is_no_cost_and_that_is_said(tmp_path: Path) -> None:
