@@ -41,7 +41,7 @@ import numpy.typing as npt
 from shardwise.errors import MachineError
 from shardwise.folders import replace_text, sync
 
-FORMAT = 4  # part of every key; raised when the files or the way to them change
+FORMAT = 5  # part of every key; raised when the files or the way to them change
 COLUMNS: dict[str, Any] = {"tokens": np.uint32, "trained": np.uint8}
 SMALL: dict[str, Any] = {"starts": np.int64, "lengths": np.int32, "targets": np.int32, "groups": np.int64}
 COLUMNS |= SMALL

@@ -254,7 +254,10 @@ def _turns(turns: Any, name: str) -> list[Message]:
             raise SampleError(f"{name}: a message has to be an object, not {type(turn).__name__}")
         sharegpt = turn.get("role") is None and turn.keys() & {"from", "value"}
         message = _from_sharegpt(turn) if sharegpt else _from_messages(turn)
-        message["skipped"] = turn.get("weight", 1) == 0 or turn.get("train", True) is False
+        marks = [turn.get(key) for key in ("weight", "train")]
+        if wrong := [mark for mark in marks if mark not in (None, 0, 1)]:  # False is 0, True 1
+            raise SampleError(f"weight or train of a message is {wrong[0]!r:.40}, not 0, 1, false or true")
+        message["skipped"] = 0 in marks
         before = messages[-1] if messages else {}
         if message.pop("merge", False) and before.get("role") == "assistant" and "tool_calls" not in before:
             message["content"] = messages.pop()["content"]  # the text before the call

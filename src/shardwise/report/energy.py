@@ -21,8 +21,8 @@ LEAST_SECONDS = 1.0  # over less, readings that are 0.2 s old say little
 def energy(run: RunRecord, steady: Sequence[Mapping[str, Any]], *, gpu_seconds: float) -> dict[str, Any]:
     """The numbers NUMBERS, each with NAME_error and NAME_unavailable; and `phases_kwh`, `limit`, `simulated`.
 
-    `watts` is of all GPUs in `steady` steps, `gpu_seconds` each launch's wall time times its processes. `kwh`, `cost` and
-    `carbon_grams` are of all launches, evaluations and saves included; `cost_of` says what is in the cost.
+    `watts` is of all GPUs in `steady` steps, `gpu_seconds` all launches' time times their processes. `kwh`,
+    `cost` and `carbon_grams` are of all launches, evaluations and saves too; `cost_of`: what the cost holds.
     `host_kwh` has `cpu` and `dram` of all nodes, `host_unavailable` the reason why one is missing.
     """
     found = {**_steps(steady), **_used(run, gpu_seconds / SECONDS_PER_HOUR)}

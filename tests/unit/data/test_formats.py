@@ -248,7 +248,9 @@ def test_alpaca_becomes_a_conversation() -> None:
     }
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"train": 0}, {"weight": False, "train": None}]
+)
 @pytest.mark.parametrize("roles", [("role", "content"), ("from", "value")])
 def test_the_first_answers_can_be_marked_not_to_be_trained(
     mark: dict[str, Any], roles: tuple[str, str]
@@ -266,6 +268,16 @@ def test_the_first_answers_can_be_marked_not_to_be_trained(
     ):
         with pytest.raises(SampleError, match=what):
             convert(("f:1", {"messages": turns}), "messages")
+
+
+@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize("mark", ["0", "false", -1, 0.5, float("nan"), [], "no" * 99])
+def test_a_mark_that_says_neither_yes_nor_no_is_refused(key: str, mark: Any) -> None:
+    """It was trained in full, without a word."""
+    with pytest.raises(
+        SampleError, match=r"weight or train of a message is .{1,40}, not 0, 1, false or true"
+    ):
+        convert(("f:1", {"messages": [USER, {**ANSWER, key: mark}, USER, ANSWER]}), "messages")
 
 
 def test_prompt_and_completion_become_a_conversation_whose_prompt_is_counted() -> None:
