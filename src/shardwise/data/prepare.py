@@ -159,7 +159,7 @@ class _Build:
         sources = open_sources(spec, split=self.data.split, subset=self.data.subset, key=key)
         deciding = {"format", "max_samples", "sequence_length", "loss_on", "system", "too_long", "skip_bad"}
         content = {
-            "format": FORMAT,
+            "version": FORMAT,
             "sources": [source.fingerprint() for source in sources],
             "tokenizer": self._identity,
             "template": self.template,

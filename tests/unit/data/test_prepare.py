@@ -342,6 +342,16 @@ def test_the_cache_is_used_again_and_every_change_of_content_is_noticed(
     assert len(entries(tmp_path)) == len(keys) + 1
 
 
+def test_a_cache_of_another_version_is_not_used(
+    run: Any, make_job: Make, json_lines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`data.format` took its place in the key, so that what was cached wrongly stayed."""
+    job = make_job(train=json_lines(TEXTS), eval_fraction=0.0)
+    before = run(job).summary["key"]
+    monkeypatch.setattr("shardwise.data.prepare.FORMAT", 0)
+    assert run(job).summary["key"] != before
+
+
 def test_a_template_that_tells_the_time_gives_other_content_under_the_same_key(
     run: Any, make_job: Make, json_lines: Any, tmp_path: Path
 ) -> None:
