@@ -18,6 +18,7 @@ import re
 import resource
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -156,15 +157,19 @@ def _check_complete(template: Template, text: str, messages: Messages, tools: To
             raise RenderError(f"the chat template leaves out message {number} (role {message['role']})")
     if not all(_contains(text, str(tool["function"].get("name", ""))) for tool in tools or ()):
         raise RenderError("the chat template leaves out the tools; data.chat_template can name another")
-    if any("tool_calls" in message for message in messages):
-        # A name may also stand in the tools, so the text has to change without the calls.
-        silent = [{key: message[key] for key in message if key != "tool_calls"} for message in messages]
-        try:
-            same = template.text(silent, tools) == text
-        except Exception:  # noqa: BLE001 (a template that insists on calls does not leave them out)
-            return
+    if template.invite:
+        return
+    reasoned = [number for number, message in enumerate(messages, 1) if message.get("reasoning_content")]
+    upto = messages[: max(reasoned, default=0)]  # templates leave out that of earlier turns on purpose
+    for key, part in (("tool_calls", messages), ("reasoning_content", upto)):
+        # What is left out may also stand elsewhere, so the text has to change without it.
+        silent = [{name: message[name] for name in message if name != key} for message in part]
+        same = False
+        with suppress(Exception):  # a template that insists on calls does not leave them out
+            same = silent != part and template.text(silent, tools) == template.text(part, tools)
         if same:
-            raise RenderError("the chat template leaves out calls; data.chat_template can name another")
+            fix = "data.chat_template can name another, or remove them from the samples"
+            raise RenderError(f"the chat template leaves out {key}; {fix}")
 
 
 def _contains(text: str, content: str) -> bool:

@@ -200,10 +200,40 @@ def test_a_template_that_drops_calls_or_tools_is_refused(tokenizer: PreTrainedTo
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {}}}
     messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
     for source in (CHATML, MARKED):
-        with pytest.raises(RenderError, match="leaves out calls"):
+        with pytest.raises(RenderError, match="leaves out tool_calls"):
             trained_runs(tokenizer, source, messages)
     with pytest.raises(RenderError, match="leaves out the tools"):
         trained_runs(tokenizer, CHATML, TALK[:2], tools=[{"function": {"name": "add"}}])
+
+
+# Like Qwen3: reasoning of answers before the last question is left out on purpose.
+REASONING = (
+    "{% set ns = namespace(asked=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.index0 > ns.asked %}"
+    "<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("reasoned", [(1,), (3,), (1, 3)])
+def test_a_template_that_drops_all_reasoning_is_refused(
+    tokenizer: PreTrainedTokenizerFast, reasoned: tuple[int, ...]
+) -> None:
+    messages = copy.deepcopy(TALK[:4])
+    for number in reasoned:
+        messages[number]["reasoning_content"] = "Let me see."
+    for source in (CHATML, MARKED, DEFAULT_TEMPLATE):
+        for answers_only in (True, False):
+            template = Template(source, {"eos_token": "</s>"}, ("</s>", "<|im_end|>"), answers_only)
+            with pytest.raises(RenderError, match=r"leaves out reasoning_content; data\.chat_template can"):
+                render_conversation(template, messages, None)
+            render_conversation(Template(source, {"eos_token": "</s>"}, (), invite=True), messages, None)
+    samples = render_conversation(Template(REASONING, {}, ("<|im_end|>",)), messages, None)
+    trained = [
+        text[start:end] for text, spans in [(s.text, s.spans) for s in samples] for start, end in spans
+    ]
+    assert sum("Let me see." in answer for answer in trained) == len(reasoned)
 
 
 def test_which_template_is_used(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
