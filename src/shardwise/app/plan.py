@@ -76,6 +76,9 @@ def plan(
         raise JobError("there is nothing to plan", where="shardwise plan", fix=fix)
     if free >= 1:
         raise JobError("a margin of all the memory leaves none", where="--margin", fix="a smaller one: 10%")
+    if documents is not None and documents < 1:
+        fix = "the tokens that one has on average, or leave it out"
+        raise JobError(f"documents have {documents} tokens; it takes 1 or more", where="--documents", fix=fix)
     hardware = hardware_of(gpus)
     if straggler is not None:
         spread = share_of(straggler, "--straggler", "a GPU's step time")

@@ -34,7 +34,7 @@ GPUS = typer.Option(
 MODEL = typer.Option(metavar="MODEL", help="Hub id, folder or known name.")
 LORA = typer.Option(min=1, metavar="RANK", help="Train LoRA adapters of this rank.")
 FULL = typer.Option("--full", help="Train all weights.")
-DOCUMENTS = typer.Option(min=1, metavar="N", help="Tokens of a document in packed rows.  [default: a row's]")
+DOCUMENTS = typer.Option(metavar="N", help="Tokens of a document in packed rows.  [default: a row's]")
 BATCH = typer.Option(min=1, metavar="N", help="Rows of a step, over all GPUs.")
 OBJECTIVE = typer.Option(help="Metric to rank strategies by.")
 SLOWDOWN = typer.Option(

@@ -119,6 +119,13 @@ def test_a_plan_needs_no_data_file(job: Path) -> None:
         shardwise.load_job(job)
 
 
+@pytest.mark.parametrize("documents", [0, -1])
+def test_a_plan_of_documents_without_tokens_is_refused(job: Path, documents: int) -> None:
+    """A division by zero, or a wrong speed."""
+    with pytest.raises(JobError, match=f"documents have {documents} tokens"):
+        shardwise.plan(job, gpus="1xRTX4080", documents=documents)
+
+
 def test_a_plan_prints_as_the_table_that_the_verb_shows(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = str(shardwise.plan(job, gpus="1xRTX4080"))

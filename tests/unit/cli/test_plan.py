@@ -205,6 +205,7 @@ def test_what_does_not_fit_ends_with_3_and_the_nearest_change(
         (["--gpus", "4xRTX9999", "--model", "gpt2"], 2, "no GPU is called"),
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--memory-cap", "much"], 2, "'much' is not a size"),
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--margin", "100%"], 2, "leaves none"),
+        (["--gpus", "4xRTX4080", "--model", "gpt2", "--documents", "0"], 2, "documents have 0 tokens"),
         (["--gpus", "4xRTX4080", "--model", "gpt2", "--objective", "beauty"], 2, "beauty"),
         (["absent.yaml", "--gpus", "4xRTX4080"], 2, "there is no job file absent.yaml"),
         (["--model", "gpt2"], 4, "no GPU is visible here to plan for"),
