@@ -155,9 +155,9 @@ _ROWS: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("train loss", lambda run: f"{_number(run['first_loss'])} → {_number(run['last_loss'])}"),
     ("eval loss", _eval_loss),
     ("tokens", lambda run: count(run["tokens"])),
-    ("tokens/s", _rate),
-    ("step", lambda run: "-" if run["step_seconds"] is None else duration(run["step_seconds"])),
-    ("MFU", lambda run: "-" if run["mfu"] is None else f"{run['mfu']:.1%}"),
+    ("tokens/s, mean", _rate),
+    ("step, median", lambda run: "-" if run["step_seconds"] is None else duration(run["step_seconds"])),
+    ("MFU, median", lambda run: "-" if run["mfu"] is None else f"{run['mfu']:.1%}"),
     ("peak memory", _peak),
     ("wall time", lambda run: duration(run["wall_seconds"])),
 )

@@ -178,6 +178,17 @@ def test_a_loss_that_is_not_finite_and_damaged_events_are_shown(tmp_path: Path) 
     assert "warning: events.jsonl:11" in text
 
 
+def test_the_numbers_of_a_run_that_has_ended_say_of_what_they_are(tmp_path: Path) -> None:
+    """`report` has other ones, of all steady steps."""
+    stop = StopEvent(step=9, status="finished", seconds=20.0)
+    events = [HEAD, *steps(1, 9)]
+    for folder, found in (("a", events), ("b", [*events, stop])):
+        run = look(run_of(tmp_path / folder, found), T0 + 18)
+        text = shown({"time": T0, **Machine(NoDevice("none")).sample(), "run": run}, 120)
+        for name in ("speed", "energy"):
+            assert (f"{name}, last 30 s" in text) == (run["status"] not in ("running", "starting")), text
+
+
 def test_what_the_plan_predicted_stands_next_to_it(tmp_path: Path) -> None:
     prediction = {
         "time": {"tokens_per_second_per_gpu": 260.0},

@@ -203,9 +203,10 @@ def test_one_run_on_the_terminal(tmp_path: Path) -> None:
         "zero2 on 2",
         "4.9000 → 3.0000",
         "6.0000 → 3.5000",
-        "133 (66.7 each; 10 of steps 6-20)",
+        "tokens/s, mean  133 (66.7 each; 10 of steps 6-20)",
+        "step, median    ",
+        "MFU, median     40.0%",
         "11.0 GiB",
-        "40.0%",
         "evaluation after step 20: 3.5000",
         "█",
     ):

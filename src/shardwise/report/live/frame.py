@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.report.live.run import ACTIVE
+from shardwise.report.live.run import ACTIVE, RECENT_SECONDS
 from shardwise.report.terminal import sparkline
 from shardwise.units import GIB, JOULES_PER_KWH, count, duration, gib
 
@@ -156,7 +156,8 @@ def _run(run: Values, *, width: int) -> Iterator[RenderableType]:
     rows = [("progress", _progress(run, width)), ("loss", f"{_loss(run)}  {sparkline(run['recent_losses'])}")]
     if run["eval_loss"] is not None:
         rows.append(("eval", f"{run['eval_loss']:.4f} after step {run['eval_step']}"))
-    rows += [("speed", _speed(run)), ("energy", _energy(run)), ("memory", _memory(run))]
+    late = "" if run["status"] in ACTIVE else f", last {RECENT_SECONDS:.0f} s"  # `report` has all of a run
+    rows += [(f"speed{late}", _speed(run)), (f"energy{late}", _energy(run)), ("memory", _memory(run))]
     for label, text in rows:
         table.add_row(Text(label), Text(text))
     yield table
