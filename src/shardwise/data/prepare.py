@@ -61,7 +61,7 @@ class Counts:
     read: int = 0
     bad: int = 0
     too_long: int = 0  # conversations dropped because they are longer than a row
-    truncated: int = 0  # conversations cut to the length of a row
+    truncated: int = 0  # conversations cut to the length of a row, of which something is trained
     without_target: int = 0  # conversations and pieces of text dropped because no token of them is trained
     lost_tokens: int = 0  # tokens of conversations that a longer row would have kept
     longer_row: int = 0  # tokens a row needs to keep `longer_row_keeps` of them, where any are lost
@@ -244,9 +244,9 @@ class _RowWriter:
         elif length > self._room and self._too_long == "drop":
             self.counts.too_long += 1
         else:
-            self.counts.truncated += length > self._room
             cut = Encoded(encoded.tokens[: self._room], encoded.trained[: self._room])
             kept = len(cut.tokens) if self._add(cut, group) else 0
+            self.counts.truncated += 0 < kept < length
         if length > self._room:
             self.counts.lost_tokens += length - kept
 

@@ -56,7 +56,9 @@ class Findings:
         if self.fatal:
             more = f"; the first {len(self.first)}" if self.count > len(self.first) else ""
             last = Problem(what=self.first[-1].what, where=self.first[-1].where, fix=self.fix)
-            raise DataError(f"{self.count} {self.headline}{more}:", problems=[*self.first[:-1], last])
+            one = self.headline.replace("s ", " ", 1).replace(" are ", " is ", 1)
+            said = one if self.count == 1 else self.headline
+            raise DataError(f"{self.count} {said}{more}:", problems=[*self.first[:-1], last])
 
 
 @dataclass(frozen=True)

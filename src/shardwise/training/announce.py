@@ -1,6 +1,7 @@
 """Shows model, data, strategy and one rendered sample before the first step."""
 
 import json
+import math
 
 import torch
 from rich.table import Table
@@ -114,16 +115,20 @@ def _cut_line(ready: Ready) -> tuple[float, str] | None:
     kept = sum(int(part.lengths.sum(dtype="int64")) for part in (ready.data.train, held_out) if part)
     share = summary["lost_tokens"] / (kept + summary["lost_tokens"])
     what = [f"{share:.1%} of the conversations' tokens are lost"]
-    if "truncated" in summary:
-        what.append(f"{summary['truncated']} of {summary['read']} conversations are cut at the end")
-    if "too_long" in summary:
-        what.append(f"{summary['too_long']} of {summary['read']} are left out")
-    if "without_target" in summary:
-        what.append(f"{summary['without_target']} are left out, because all of the answer was cut off")
+    read = f" of {summary['read']} conversations"
+    losses = {"truncated": "cut at the end", "too_long": "left out"}
+    losses["without_target"] = "left out, because all of the answer was cut off"
+    for name, how in losses.items():
+        if count_ := summary.get(name):
+            what.append(f"{count_}{read} {'is' if count_ == 1 else 'are'} {how}")
+            read = ""
     text = f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}"
-    if "longer_row" in summary:  # a cache of an earlier version has none
+    most = getattr(ready.built.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if "longer_row" in summary and summary["longer_row"] <= most:  # a cache of an earlier version has none
         part = summary["longer_row_keeps"]
         text += f". {summary['longer_row']} would keep {'all' if part == 1 else f'{100 * part:g} %'}"
+    elif data.sequence_length < most:
+        text += f". {most}, the model's positions, would keep more"
     return share, text
 
 

@@ -188,7 +188,7 @@ def test_a_row_without_a_columns_value_is_bad_and_is_not_read_as_another(
     json_lines: Any, first: dict[str, Any]
 ) -> None:
     rows, columns = [first, {"q": "x", "a": "y"}], {"prompt": "q", "completion": "a"}
-    assert "1 samples cannot be used" in render(failed(reader_of(json_lines(rows), format=columns)))
+    assert "1 sample cannot be used" in render(failed(reader_of(json_lines(rows), format=columns)))
     (sample,) = reader_of(json_lines(rows), format=columns, skip_bad=True)
     assert "SECRET" not in str(sample)
 

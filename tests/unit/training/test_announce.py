@@ -94,6 +94,29 @@ def test_conversations_whose_answer_is_cut_off_are_said(capsys: pytest.CaptureFi
     assert "left out" not in told["data"]
 
 
+def test_no_conversation_is_counted_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those whose answer was cut off were also said to be cut."""
+    made = ready(48, loss_on="answers", eval_fraction=0.0)
+    cut, left = (made.data.summary[name] for name in ("truncated", "without_target"))
+    assert cut + left <= made.data.summary["read"]
+    assert cut == sum(int(n) == 48 for n in made.data.train.lengths)
+    assert f"{cut} of {made.data.summary['read']} conversations are cut at the end; {left} are left" in str(
+        said(made, capsys)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sequence_length", "advice"), [(32, ". 48, the model's positions, would keep more"), (48, "")]
+)
+def test_no_row_longer_than_the_models_positions_is_advised(
+    sequence_length: int, advice: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {**shape, "num_key_value_heads": 1, "max_position_embeddings": 48}
+    told = said(ready(sequence_length, model={"config": config}, eval_fraction=0.0), capsys)["warning"]
+    assert told.endswith(f"longer than data.sequence_length {sequence_length}{advice}")
+
+
 def test_nothing_is_said_where_nothing_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "warning" not in said(ready(1024), capsys)
 
