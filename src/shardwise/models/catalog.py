@@ -91,6 +91,8 @@ def no_tokenizer(model: Model, downloaded: Path | None = None, base: Path = Path
     if folder.is_dir():
         found = any((folder / one).is_file() for one in _TOKENIZERS)
         what = "" if found else f"{folder} has no tokenizer files"
+    elif model.tokenizer is None and shape is None:
+        return unknown(name, base)
     elif "/" not in name and not (shape and shape.hub):
         what = f"{name} has no tokenizer of its own" if shape else f"there is no tokenizer {name!r}"
     if not what or model.tokenizer == "train":

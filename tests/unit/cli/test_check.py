@@ -437,6 +437,7 @@ def test_a_job_of_mamba_is_told_all_that_speaks_against_tensor_parallelism(
         ("{source: own, weights: random}", "own has no tokenizer files"),
         ("{source: own, tokenizer: other}", "other has no tokenizer files"),
         ("{source: tiny-llama, tokenizer: nobody, weights: random}", "there is no tokenizer 'nobody'"),
+        ("{source: modell}", "there is no folder and no known shape 'modell'"),  # as `train` and `plan` say
         ("{source: tiny-llama, tokenizer: train, weights: random}", None),
         ("{source: own, tokenizer: full, weights: random}", None),
         ("{source: a/b}", None),  # only the hub knows
@@ -458,7 +459,8 @@ def test_a_job_without_a_tokenizer_is_refused_before_processes_start(
         with pytest.raises(JobError) as refused:
             start("job.yaml")
         assert str(refused.value).startswith(f"{lacks}\n  at:  job.yaml:2: model.")
-        assert "fix: set model.tokenizer to a hub id" in str(refused.value)
+        fix = "`shardwise init --models`" if "modell" in model else "fix: set model.tokenizer to a hub id"
+        assert fix in str(refused.value)
     assert not Path("bench").exists()
     shardwise.load_job("job.yaml")  # a plan needs none
 
