@@ -101,6 +101,9 @@ def detect(record: Record, given: Record | None = None, named: Iterable[str] = (
     what = f"the samples are of no known format; {found}"
     fix, columns = f"known are {EXPECTED}", proposal(own)
     fix += f"; or name the file's fields: {columns}" if columns else ""
+    if isinstance(turns, str):
+        what += "; the conversation is a string, not a list"
+        fix = "write the list itself, as json.loads gives it"
     if "input_ids" in own:
         fix = f"give the texts: tokens are made by the model's own tokenizer; {fix}"
     raise UnknownFormatError(what, where=where, fix=fix)

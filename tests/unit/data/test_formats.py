@@ -248,6 +248,13 @@ def test_alpaca_becomes_a_conversation() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_a_conversation_that_is_a_string_is_said(name: str) -> None:
+    with pytest.raises(DataError, match="the conversation is a string, not a list") as caught:
+        detect(("f:1", {name: '[{"role": "user", "content": "a"}]', "id": 7}))
+    assert caught.value.problems[0].fix.startswith("write the list itself")
+
+
 @pytest.mark.parametrize(
     "mark", [{"weight": 0}, {"train": False}, {"train": 0}, {"weight": False, "train": None}]
 )
