@@ -98,7 +98,8 @@ def _data(job: Job, given: frozenset[str]) -> Iterator[Problem]:
     data = job.data
     if data.eval is not None and "data.eval_fraction" in given:
         what = "data.eval and data.eval_fraction both say what is held out"
-        yield Problem(what=what, where="data.eval, data.eval_fraction", fix="keep one")
+        fix = "keep one; `--set data.eval_fraction=null` unsets a key of the file"
+        yield Problem(what=what, where="data.eval, data.eval_fraction", fix=fix)
     files = [data.train] if isinstance(data.train, str) else data.train
     if data.weights is not None and len(data.weights) != len(files):
         what = f"data.weights has {len(data.weights)} numbers, and data.train {len(files)} entries"

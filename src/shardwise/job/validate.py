@@ -23,6 +23,10 @@ def check(document: Document) -> tuple[Job | None, dict[Key, Problem]]:
 
     If keys are wrong, the job is the document without them: it serves to find what else is wrong.
     """
+    for key, origin in list(document.origins.items()):
+        value, kinds = document.section(key).get(key[-1]), json_schema.at(key)
+        if origin.kind == "flag" and value is None and kinds and {"type": "null"} not in kinds:
+            document.forget(key)  # null unsets it
     try:
         return Job.model_validate(document.values), {}
     except ValidationError as error:

@@ -10,7 +10,7 @@ import pytest
 from shardwise.errors import JobError
 from shardwise.job.identity import identity_of
 from shardwise.job.load import load_job, resolved
-from shardwise.job.schema import Job, StrategySpec
+from shardwise.job.schema import Data, Job, StrategySpec
 
 
 @pytest.fixture
@@ -105,6 +105,21 @@ def test_one_mistake_in_a_key_of_several_types_is_one_problem(job_file: Path, ch
 def test_set_null_unsets_and_the_last_set_wins(job_file: Path) -> None:
     job = load_job(job_file, ["train.epochs=2", "train.steps=5", "train.epochs=null", "train.steps=6"]).job
     assert (job.train.epochs, job.train.steps) == (None, 6)
+
+
+def test_set_null_unsets_a_key_that_cannot_be_null(job_file: Path) -> None:
+    """Said to be null, where a number is expected: two keys of a file that exclude each other stayed."""
+    Path("job.yaml").write_text(
+        job_file.read_text().replace("  train: q", "  eval_fraction: 0.1\n  train: q")
+    )
+    with pytest.raises(JobError, match="both say what is held out") as caught:
+        load_job(job_file, ["data.eval=qa.jsonl"])
+    assert "`--set data.eval_fraction=null`" in caught.value.problems[0].fix
+    job = load_job(job_file, ["data.eval=qa.jsonl", "data.eval_fraction=null"]).job
+    assert (job.data.eval, job.data.eval_fraction) == ("qa.jsonl", Data(train="a").eval_fraction)
+    for change, what in (("data.train=null", "`data.train` is missing"), ("data.evl=null", "is not a key")):
+        with pytest.raises(JobError, match=what):
+            load_job(job_file, [change])
 
 
 def test_set_reaches_into_the_model_config(job_file: Path) -> None:
