@@ -34,7 +34,7 @@ from shardwise.record.energy import read_used
 from shardwise.record.follow import Follower
 from shardwise.record.manifest import step_folders
 from shardwise.record.read import is_being_written, is_run_folder, read_run
-from shardwise.record.write import in_use
+from shardwise.record.write import check_place, in_use
 from shardwise.report.terminal import show
 from shardwise.screen import as_text
 from shardwise.space.auto import resolve
@@ -292,6 +292,8 @@ def _spec(
             resuming.set_aside(folder)
     if resume or not (options["dry_run"] or (resume_or_start and not first)):
         _check_folder(folder, resume=resume)
+        if first and not resume:
+            check_place(folder)
     count = 1 if nodes is None else nodes.count
     if resume:
         resuming.check_same_job(loaded, folder)

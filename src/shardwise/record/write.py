@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -72,8 +73,7 @@ class RunFolder:
             if path.exists() and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 fix = "--resume goes on with it; another `name` starts a new run"
                 raise JobError(f"the run folder {path} exists", where="name, output", fix=fix) from None
-            what, fix = f"the run folder cannot be made: {error.strerror}", "name a folder you can write to: "
-            raise MachineError(what, where=str(path), fix=f"{fix}--set output=DIR") from None
+            raise _not_made(path, error) from None
         return RunFolder(path, lock)
 
     @staticmethod
@@ -245,3 +245,16 @@ def redact_tree(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [redact_tree(item) for item in value]
     return value
+
+
+def check_place(path: Path) -> None:
+    """MachineError where no run folder can be made at `path`, before the time that preparing takes."""
+    try:
+        Path(tempfile.mkdtemp(dir=next(one for one in path.parents if one.is_dir()))).rmdir()
+    except OSError as error:
+        raise _not_made(path, error) from None
+
+
+def _not_made(path: Path, error: OSError) -> MachineError:
+    what, fix = f"the run folder cannot be made: {error.strerror}", "name a folder you can write to: "
+    return MachineError(what, where=str(path), fix=f"{fix}--set output=DIR")

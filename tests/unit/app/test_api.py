@@ -119,6 +119,14 @@ def test_a_plan_needs_no_data_file(job: Path) -> None:
         shardwise.load_job(job)
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that nobody can write to")
+def test_a_run_folder_that_cannot_be_made_is_said_before_anything_is_loaded(job: Path) -> None:
+    with pytest.raises(MachineError, match="the run folder cannot be made") as caught:
+        shardwise.train(job, changes={"output": "/proc/nope"})
+    assert caught.value.problems[0].fix == "name a folder you can write to: --set output=DIR"
+    assert not Path("cache").exists()
+
+
 @pytest.mark.parametrize("documents", [0, -1])
 def test_a_plan_of_documents_without_tokens_is_refused(job: Path, documents: int) -> None:
     """A division by zero, or a wrong speed."""
