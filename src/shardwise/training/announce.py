@@ -119,12 +119,12 @@ def _cut_line(ready: Ready) -> tuple[float, str] | None:
     losses = {"truncated": "cut at the end", "too_long": "left out"}
     losses["without_target"] = "left out, because all of the answer was cut off"
     for name, how in losses.items():
-        if count_ := summary.get(name):
-            what.append(f"{count_}{read} {'is' if count_ == 1 else 'are'} {how}")
+        if number := summary.get(name):
+            what.append(f"{number}{read} {'is' if number == 1 else 'are'} {how}")
             read = ""
     text = f"{'; '.join(what)}: they are longer than data.sequence_length {data.sequence_length}"
     most = getattr(ready.built.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if "longer_row" in summary and summary["longer_row"] <= most:  # a cache of an earlier version has none
+    if summary["longer_row"] <= most:
         part = summary["longer_row_keeps"]
         text += f". {summary['longer_row']} would keep {'all' if part == 1 else f'{100 * part:g} %'}"
     elif data.sequence_length < most:

@@ -95,7 +95,7 @@ def test_without_energy_the_reason_is_shown(tmp_path: Path) -> None:
     found = summary(path)["energy"]
     assert found["joules_per_token"] is found["kwh"] is None
     assert found["joules_per_token_unavailable"] == found["kwh_unavailable"] == "no GPU"
-    assert "energy       - (no GPU)" in shown(path)
+    assert "energy          - (no GPU)" in shown(path)
 
 
 def test_few_steps_are_too_short_for_the_counter(tmp_path: Path) -> None:
