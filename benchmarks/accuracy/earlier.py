@@ -14,8 +14,6 @@ from unittest.mock import patch
 from assets import LONGEST, ROWS
 from torch import nn
 
-from shardwise.engines.ddp_zero1.memory import DdpZero1Memory
-from shardwise.engines.ddp_zero1.time import DdpZero1Schedule
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
 from shardwise.engines.deepspeed.memory import zero3
@@ -25,7 +23,6 @@ from shardwise.engines.fsdp2 import memory as fsdp2_memory
 from shardwise.engines.fsdp2 import time as fsdp2_time
 from shardwise.engines.single import memory as single_memory
 from shardwise.engines.single import time as single_time
-from shardwise.engines.single.time import SingleSchedule
 from shardwise.kernels import fused, linear_cross_entropy
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
@@ -33,7 +30,7 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.memory.gpu import BUFFERS, GRADIENTS, OPTIMIZER, GpuMemory
+from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.step_trace import FP32, FP64
 from shardwise.simulate.time import collectives as communication
 from shardwise.simulate.time.roofline import table
@@ -103,8 +100,8 @@ ZERO3_DECIDED = "2026-11-30T04:02"
 """Since then the host does not wait for ZeRO-3's norm either, where passes are recorded."""
 
 OWN_ADAMW = "2026-11-30T21:40"
-"""Since then AdamW is a kernel of ours, which also rounds weights; gradients of one micro-batch stay as they
-are, and `ddp-zero1` copies them into its buckets. Before, it added them to what it had cleared."""
+"""Since then AdamW is a kernel of ours, which also rounds weights, and gradients of one micro-batch stay as
+they are. No row of `ddp-zero1` from before counts."""
 
 VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
 
@@ -233,18 +230,6 @@ def _norm_of_each(schedule: Zero12) -> None:
     streams.host_waits()
 
 
-def _bucket_in_fp32(engine: DdpZero1Memory, memory: GpuMemory) -> None:
-    """Each rank's part of the sums, converted (`ddp-zero1`)."""
-    kept = []
-    for bucket in engine._buckets:
-        size = bucket.sent * bucket.part * engine._ranks if bucket.sent != bucket.sums else 0
-        copied = memory.take(BUFFERS, size)
-        kept.append(memory.take(GRADIENTS, FP32 * bucket.part if bucket.sent < FP32 else 0))
-        memory.give(copied)
-    memory.scratch(OPTIMIZER, *[FP32 for _ in engine._pieces()])
-    memory.give(*kept)
-
-
 _ADAMW = Schedule.adamw
 
 
@@ -253,10 +238,6 @@ def _torchs_adamw(schedule: Schedule, elements: float, tensors: int, *, rounded:
     _ADAMW(schedule, elements, tensors)
     if rounded:
         schedule.streams.move(converted(FP32, rounded) * elements, "foreach_copy")
-
-
-def _adding(schedule: DdpZero1Schedule, *, last: bool, **_: bool) -> None:
-    SingleSchedule.micro_batch(schedule, first=False, last=last)
 
 
 def _as_torchs(of: str) -> Any:
@@ -336,9 +317,7 @@ def _patches() -> dict[str, list[Any]]:
             patch.object(Schedule, "adamw", _torchs_adamw),
             patch.object(Schedule, "gradient_norm", _norm_in_fp32),
             *map(_as_torchs, ("bandwidth", "byte_flops")),
-            patch.object(DdpZero1Schedule, "micro_batch", _adding),
             *(patch.object(one, "keeps_format", lambda _: False) for one in (single_memory, single_time)),
-            patch.object(DdpZero1Memory, "step", _bucket_in_fp32),
         ],
         "kept": [
             patch.object(module, "released", lambda s, *, backward, last: s.reshard or (backward and last))

@@ -46,10 +46,8 @@ BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
 """Largest difference of a set's mean, and of one row (decision 0037)."""
 
 NOT_TRACED = frozenset(
-    (
-        *("passes", "codes", "gathers", "waits", "hooks", "norms", "sums", "groups", "parts", "kept"),
-        *("adamw", "handed"),
-    )
+    {"passes", "codes", "gathers", "waits", "hooks", "norms", "sums", "groups", "parts", "kept"}
+    | {"adamw", "handed"}
 )
 """Of `earlier_kernels`, those that no trace depends on."""
 

@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # kernels compiled for the first time may warn
 ]
 DEVICE = torch.device("cuda")
-SIZES = (1, 700, 65_536, 200_001)
+SIZES = (1, 700, 65_536, 200_001, 4096, 131_088)  # the last two are read in vectors
 RATE, DECAY, BETAS, EPSILON, DIVISOR, STEPS = 1e-2, 0.1, (0.9, 0.999), 1e-8, 2.0, 3.0
 
 

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) of many tensors with one launch.
+"""AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101) of many tensors with few launches.
 
 Each value is read and written once: gradients in the format they have, weights and moments in fp32, and the
 weights also in the computation's format. torch's kernel wants fp32 gradients and writes fp32 weights alone

@@ -250,7 +250,7 @@ def redact_tree(value: Any) -> Any:
 def check_place(path: Path) -> None:
     """MachineError where no run folder can be made at `path`, before the time that preparing takes."""
     try:
-        Path(tempfile.mkdtemp(dir=next(one for one in path.parents if one.is_dir()))).rmdir()
+        Path(tempfile.mkdtemp(dir=next(one for one in path.parents if one.exists()))).rmdir()
     except OSError as error:
         raise _not_made(path, error) from None
 

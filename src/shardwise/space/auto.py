@@ -4,7 +4,7 @@
 them trained, N GPUs, and w bytes a weight (2 in bf16 and fp16, 4 in fp32, fewer quantised), a GPU holds
 (ZeRO, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, with fp32 gradients):
 
-    single           w P + 16 T            fp32 gradient 4, master weight 4, two moments 8
+    single           w P + 16 T            gradient 4 (2: one micro-batch), master weight 4, two moments 8
     zero2            w P + 16 T / N
     zero3            (w P + 16 T) / N      and the blocks that are being computed
     zero2-offload    w P

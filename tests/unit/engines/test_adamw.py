@@ -208,3 +208,40 @@ def test_the_norm_is_of_gradients_wherever_they_lie() -> None:
     optimizer.parameters["fp32"] = torch.empty(3, device="meta")
     optimizer.parameters["fp32"].grad = torch.empty(3, device="meta")
     assert optimizer._sum_of_squares().device.type == "meta"
+
+
+def halves(weights: dict[str, torch.Tensor], *, step: int = 0) -> None:
+    """Gradients in bf16."""
+    for p, gradient in zip(weights.values(), set_gradients(weights, step=step), strict=True):
+        p.grad_dtype, p.grad = None, gradient.bfloat16()
+
+
+def test_the_norm_of_gradients_in_bf16_is_not_rounded_to_bf16() -> None:
+    optimizer, weights = make(rows=7000)
+    halves(weights)
+    exact = sum(p.grad.double().square().sum().item() for p in weights.values() if p.grad is not None)
+    assert optimizer._sum_of_squares().item() == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, EIGHT_BIT], ids=["fp32", "8bit"])
+def test_gradients_in_bf16_step_as_the_same_in_fp32_and_rounded_weights_follow(settings: Optimizer) -> None:
+    _, weights = make(settings=settings, rows=1400)
+    low = {name: p.bfloat16() for name, p in weights.items()}
+    others = {name: p.clone() for name, p in weights.items()}
+    group = {"matrix": Group(settings.weight_decay), "vector": Group(0.0)}
+    how: dict[str, Any] = {"clip_norm": 1.0, "fp16": False, "sharded": False, "device": torch.device("cpu")}
+    first = AdamW(weights, group, settings, rounded=low, **how)
+    second = AdamW(others, group, settings, **how)
+    for step in range(2):
+        halves(weights, step=step)
+        for p, other in zip(weights.values(), others.values(), strict=True):
+            assert p.grad is not None
+            other.grad = p.grad.float()
+        results = [one.step(LOSS, learning_rate=1e-2) for one in (first, second)]
+        assert results[0].grad_norm.item() == pytest.approx(results[1].grad_norm.item(), rel=1e-5)
+    for name, p in weights.items():
+        torch.testing.assert_close(p, others[name], rtol=1e-5, atol=1e-7)
+        assert torch.equal(low[name], p.bfloat16())
+        p.add_(1.0)
+    first.round()
+    assert all(torch.equal(low[name], p.bfloat16()) for name, p in weights.items())

@@ -117,6 +117,8 @@ def test_one_process_steps_with_norm_and_adamw() -> None:
     assert _update(_schedule("single", gpus=1)) == [2, 2 + 24 + 2]
     assert _update(_schedule("single", gpus=1, accumulation=2)) == [4, 4 + 24 + 2]
     assert _update(_schedule("single", gpus=1, item=4)) == [4, 28]
+    in_8_bits = _schedule("single", gpus=1, optimizer="adamw8bit")
+    assert _update(in_8_bits) == [2, 2 + 4, 24, 4 + 2], "norm, in fp32, moments in bytes, the weight in bf16"
 
 
 # DeepSpeed

@@ -72,6 +72,7 @@ def written(base: dict[str, str], changes: str) -> str:
         ("load_best_model_at_end: true; save_steps: 30; eval_steps: 50", ["error"]),
         ("load_best_model_at_end: true; save_steps: 100; eval_steps: 50", []),
         ("load_best_model_at_end: false; save_steps: 30; eval_steps: 50", []),
+        ("load_best_model_at_end: true; save_steps: 0.3; eval_steps: 0.1", []),
         ("save_steps: 30; eval_steps: 50", []),
         ("test_datasets: [{path: a}]", ["error"]),
         ("test_datasets: [{path: a}]; val_set_size: 0", []),

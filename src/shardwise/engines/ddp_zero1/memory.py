@@ -91,9 +91,9 @@ class DdpZero1Memory(SingleMemory):
         for numel in self._pieces():
             memory.take_adamw_state(numel, self._optimizer)
 
-    def _pieces(self) -> Iterator[int]:
-        """Elements of each weight that the first rank steps."""
-        for bucket in self._buckets:
+    def _pieces(self, most: int = FP32) -> Iterator[int]:
+        """Elements of each weight that the first rank steps; `most`: bytes of a gradient as it is sent."""
+        for bucket in (one for one in self._buckets if one.sent <= most):
             left = bucket.part
             for numel in bucket.numels:
                 if left > 0:
@@ -109,7 +109,6 @@ class DdpZero1Memory(SingleMemory):
                 kept.append(memory.take(GRADIENTS, bucket.sent * bucket.part))
                 memory.give(copied)
         memory.scratch(OPTIMIZER, *[FP32 for _ in self._pieces()])  # the norm of each
-        if self._optimizer == "adamw8bit" and self._buckets[0].sent < FP32:  # its kernel wants fp32
-            for numel in self._pieces():
-                memory.scratch(OPTIMIZER, FP32 * numel)
+        for numel in self._pieces(FP32 - 1) if self._optimizer == "adamw8bit" else ():
+            memory.scratch(OPTIMIZER, FP32 * numel)  # its kernel wants fp32
         memory.give(*kept)

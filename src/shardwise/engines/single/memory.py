@@ -9,7 +9,7 @@ from shardwise.strategy import Strategy
 
 
 class SingleMemory(SummedGradients):
-    """Weights in the computation's format; masters, moments and gradients in fp32."""
+    """Weights in the computation's format; masters, moments and sums of gradients in fp32."""
 
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         super().__init__(trace, strategy)

@@ -9,7 +9,7 @@ from shardwise.strategy import Strategy
 
 
 class Single(EngineSpec):
-    """One process; torch's AdamW over fp32 weights."""
+    """One process; AdamW over fp32 weights."""
 
     name = "single"
     plain = True

@@ -68,7 +68,8 @@ def axolotl_stops(document: Document, _: Setup) -> Iterator[Hit]:
         yield from _stops(document, "Axolotl")
         yield from _other_kinds(document, "Axolotl", "val_set_size")
         save, evaluate = document.number("save_steps"), document.number("eval_steps")
-        if document.on("load_best_model_at_end") and save and evaluate and save % evaluate:
+        ratio = save / evaluate if save and evaluate else 1.0  # both may be shares
+        if document.on("load_best_model_at_end") and abs(ratio - round(ratio)) > 1e-6:
             what = "Axolotl silently keeps the last model, and not the best: "
             what += f"`save_steps` {save:g} is no multiple of `eval_steps` {evaluate:g}"
             yield Hit(("load_best_model_at_end",), what, "save_steps: a multiple of eval_steps")

@@ -175,6 +175,8 @@ class Schedule:
         if self.strategy.optimizer == "adamw":
             self.streams.move((ADAMW_BYTES - FP32 + gradient + rounded) * elements, self.adamw_kernel)
             return
+        if gradient < FP32:
+            self.streams.move(converted(gradient, FP32) * elements, "mixed", kernels=tensors)
         self.streams.host_reads()
         issue = tensors * self.host.seconds("adamw8bit")
         self.streams.move(ADAMW_8BIT_BYTES * elements, "adamw8bit", kernels=tensors, issue=issue)
