@@ -16,8 +16,8 @@ with code 2. A **warning** costs speed, memory or safety; a **note** is good to 
 out. The sources were read in DeepSpeed {version}; `run` means that the behaviour was also tried. `--fix`
 applies the unambiguous fixes of errors and warnings, and leaves the rest of the file unchanged.
 
-There are {count} rules for configurations and scripts. A job file is checked as `train` checks it, with the
-strategy rules of `src/shardwise/space/rules.py`. `--gpus` and `--model` together add `{fit}`,
+There are {count} rules for configurations, scripts and jobs. A job file is also checked as `train` checks
+it, with the strategy rules of `src/shardwise/space/rules.py`. `--gpus` and `--model` together add `{fit}`,
 which the simulator predicts.
 """
 

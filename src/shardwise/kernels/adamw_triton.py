@@ -15,7 +15,7 @@ from triton.language.extra import libdevice
 
 CHUNK, BLOCK, WARPS = 1 << 16, 2048, 8
 """Elements of an entry of the list that says which programs step which tensor, and of a program."""
-COLUMNS = 6
+COLUMNS = 6  # Of the table: addresses of a row's five tensors (`Tensors`), and the number of elements
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, None: None}
 VECTOR = 16  # Bytes that a thread can read at once, where an address is a multiple of them
 

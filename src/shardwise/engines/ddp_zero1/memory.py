@@ -91,9 +91,9 @@ class DdpZero1Memory(SingleMemory):
         for numel in self._pieces():
             memory.take_adamw_state(numel, self._optimizer)
 
-    def _pieces(self, most: int = FP32) -> Iterator[int]:
-        """Elements of each weight that the first rank steps; `most`: bytes of a gradient as it is sent."""
-        for bucket in (one for one in self._buckets if one.sent <= most):
+    def _pieces(self, *, low: bool = False) -> Iterator[int]:
+        """Elements of each weight that the first rank steps; `low`: those whose gradient is not in fp32."""
+        for bucket in (one for one in self._buckets if not low or one.sent < FP32):
             left = bucket.part
             for numel in bucket.numels:
                 if left > 0:
@@ -109,6 +109,6 @@ class DdpZero1Memory(SingleMemory):
                 kept.append(memory.take(GRADIENTS, bucket.sent * bucket.part))
                 memory.give(copied)
         memory.scratch(OPTIMIZER, *[FP32 for _ in self._pieces()])  # the norm of each
-        for numel in self._pieces(FP32 - 1) if self._optimizer == "adamw8bit" else ():
+        for numel in self._pieces(low=True) if self._optimizer == "adamw8bit" else ():
             memory.scratch(OPTIMIZER, FP32 * numel)  # its kernel wants fp32
         memory.give(*kept)

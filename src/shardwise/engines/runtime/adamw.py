@@ -22,7 +22,6 @@ GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 
 STATE = ("exp_avg", "exp_avg_sq", "step")  # torch's names
 
-
 Rounded = Mapping[torch.Tensor, torch.Tensor]
 """By a tensor that is stepped, the same weight in the computation's format, which follows it."""
 
