@@ -12,13 +12,10 @@ from typing import Any
 from unittest.mock import patch
 
 from assets import LONGEST, ROWS
+from earlier_zero import PATCHES
 from torch import nn
 
 from shardwise.engines.deepspeed import policy
-from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
-from shardwise.engines.deepspeed.memory import zero3
-from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
-from shardwise.engines.deepspeed.time import Zero0, Zero12
 from shardwise.engines.fsdp2 import memory as fsdp2_memory
 from shardwise.engines.fsdp2 import time as fsdp2_time
 from shardwise.engines.single import memory as single_memory
@@ -30,11 +27,9 @@ from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
-from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, GpuMemory
-from shardwise.simulate.step_trace import FP32, FP64
-from shardwise.simulate.time import collectives as communication
+from shardwise.simulate.step_trace import FP32
 from shardwise.simulate.time.roofline import table
-from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, converted, copied
+from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, converted
 from shardwise.strategy import Strategy
 
 TIMER_OFF = "2026-11-22T21:24"
@@ -103,7 +98,12 @@ OWN_ADAMW = "2026-11-30T21:40"
 """Since then AdamW is a kernel of ours, which also rounds weights, and gradients of one micro-batch stay as
 they are. No row of `ddp-zero1` from before counts."""
 
-VISIT = 85e-6  # `zero3_visit` of efficiency.toml before
+ORDERED = "2026-12-01T00:50"
+"""Since then gradients of ZeRO-3 wait on the GPU for their reduction in all passes, those of one micro-batch
+go to the host once, and with an optimizer there a bucket is smaller."""
+
+TRUSTED = "2026-12-01T01:30"
+"""Since then the host searches no gradients of an offloaded ZeRO-1 or 2 for values that are not finite."""
 
 MASKED = "2026-11-26T18:20"
 """Since then models of these types get our masks; before, transformers made them from the positions."""
@@ -126,8 +126,9 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
     """What was different when the row was measured.
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
-    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, `adamw`, and two that are
-    predicted as of today: `codes`, and `handed`, gradients of adapters that DeepSpeed got after the passes.
+    `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, `adamw`, `marked`, `buckets`,
+    `searched`, and two that are predicted as of today: `codes`, and `handed`, gradients of adapters that
+    DeepSpeed got after the passes.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -170,6 +171,9 @@ def _of_deepspeed(strategy: Strategy, date: str, *, lora: bool) -> dict[str, boo
         "sums": hooked <= date < (ALL_HOOKED if alone else SUMMED) and policy.records(strategy) and not third,
         "groups": third and date < SUMMED,
         "parts": first and date < ALL_HOOKED,
+        "marked": third and date < ORDERED,
+        "buckets": not policy.steps_on_gpu(strategy) and date < ORDERED,
+        "searched": 0 < strategy.stage < 3 and not policy.steps_on_gpu(strategy) and date < TRUSTED,
         "handed": alone and ALSO_RECORDED <= date < ALL_HOOKED,
     }
 
@@ -212,24 +216,6 @@ def _with_masked_experts(model: nn.Module) -> list[nn.Module]:
     return find_blocks(model)
 
 
-def _norm_of_each(schedule: Zero12) -> None:
-    """DeepSpeed's own under tensor parallelism: `has_overflow`, then `get_grad_norm_direct`.
-
-    The first looks for the smallest and the largest value of each gradient and waits, the second copies each
-    to fp64. The host is assumed to need as long for one as stage 0 does for nearly the same.
-    """
-    streams, parameters = schedule.streams, -(-len(schedule.trace.trainable) // schedule.ranks)
-    issue, read = parameters * schedule.host.seconds("zero0_parameter"), schedule.item * schedule.part
-    streams.move(2 * read, "foreach_norm", kernels=2 * parameters, issue=issue)
-    streams.sum_over_peers(2 * communication.all_reduce(FP32, schedule.peers), 0.0)
-    streams.host_waits()
-    streams.move(converted(schedule.item, FP64) * schedule.part, "mixed", kernels=parameters)
-    streams.move(FP64 * schedule.part, "foreach_norm", kernels=parameters)
-    seconds = communication.all_reduce(FP32, schedule.group)
-    streams.compute_waits(streams.communicate(seconds, 0.0, after_compute=True))
-    streams.host_waits()
-
-
 _ADAMW = Schedule.adamw
 
 
@@ -250,46 +236,6 @@ def _norm_in_fp32(schedule: Schedule, elements: float, *, gradient: int = FP32) 
     schedule.streams.move(NORM_BYTES * elements, "foreach_norm")
 
 
-_STEP = Zero12Memory.step
-
-
-def _step_with_norms(engine: Zero12Memory, memory: GpuMemory) -> None:
-    """Each gradient in fp64, for its norm (get_grad_norm_direct)."""
-    for index in sorted(engine._owned):
-        memory.scratch(OPTIMIZER, FP64 * dict(engine._flat.pieces(index))[engine._rank])
-    _STEP(engine, memory)
-
-
-def _step_at_once(schedule: Zero0) -> None:
-    """DeepSpeed's own step of ZeRO-0 (fp16/unfused_optimizer.py), which waits for the norm of each gradient.
-
-    The fp32 copies are counted as concatenated, which they are not: rows were predicted so.
-    """
-    streams, elements = schedule.streams, schedule.trainable
-    streams.host_waits()
-    streams.issue(len(schedule.trace.trainable) * schedule.host.seconds("zero0_parameter"))
-    if schedule.mixed:
-        streams.move(schedule.item * elements, "foreach_norm")
-        streams.move(converted(schedule.item, FP32) * elements, "mixed")
-        streams.move(copied(FP32) * elements, "foreach_copy")
-    streams.move(NORM_BYTES * elements, "foreach_norm")
-    streams.host_waits()
-    streams.move(copied(FP32) * elements)
-    schedule.adamw(elements, len(schedule.trace.trainable))
-    if schedule.mixed:
-        streams.move(converted(FP32, schedule.item) * elements, "foreach_copy")
-
-
-def _gradients_at_once(engine: Zero0Memory, memory: GpuMemory) -> None:
-    """Its memory: each gradient in fp32, for its norm (utils.py: get_weight_norm), then all."""
-    for numel in engine._numel if engine._masters else ():
-        memory.scratch(OPTIMIZER, FP32 * numel)
-    high = [memory.take(GRADIENTS, FP32 * numel) for numel in engine._numel if engine._masters]
-    engine._take_states(memory)
-    memory.give(*high, *engine._gradients.values())
-    engine._gradients.clear()
-
-
 def _patches() -> dict[str, list[Any]]:
     """What `earlier_kernels` names, as it was."""
     return {
@@ -305,14 +251,6 @@ def _patches() -> dict[str, list[Any]]:
         ],
         "mlp": [patch.object(fused, "fuse_lora_mlps", lambda *_, **__: 0)],
         "gelu": [patch.object(build, "fuse_gelu", lambda _: None)],
-        "gathers": [
-            patch.object(policy, "joins", lambda _: True),
-            patch.dict(table()["host"], zero3_visit=VISIT),
-        ],
-        "waits": [patch.object(policy, "decides_on_gpu", lambda _: False)],
-        "hooks": [patch.object(policy, "records", lambda _: False)],
-        "sums": [patch.object(policy, "keeps_sums", lambda _, strategy: sums_in_fp32(strategy))],
-        "groups": [patch.object(zero3, "sub_group", lambda _: SUB_GROUP_OF_HOST)],
         "adamw": [
             patch.object(Schedule, "adamw", _torchs_adamw),
             patch.object(Schedule, "gradient_norm", _norm_in_fp32),
@@ -323,14 +261,7 @@ def _patches() -> dict[str, list[Any]]:
             patch.object(module, "released", lambda s, *, backward, last: s.reshard or (backward and last))
             for module in (fsdp2_memory, fsdp2_time)
         ],
-        "parts": [
-            patch.object(Zero0, "update", _step_at_once),
-            patch.object(Zero0Memory, "step", _gradients_at_once),
-        ],
-        "norms": [
-            patch.object(Zero12, "norm", _norm_of_each),
-            patch.object(Zero12Memory, "step", _step_with_norms),
-        ],
+        **PATCHES,
         "logits": [patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)],
     }
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from shardwise.job.schema import BUCKET, OptimizerName
+from shardwise.job.schema import BUCKET, BUCKET_OF_HOST, OptimizerName
 from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
@@ -50,9 +50,13 @@ class Strategy:
     reduce_dtype: ReduceDtype = "auto"  # Format in which gradients are summed over ranks; auto: the engine's
     clip_norm: float = 1.0  # Largest global gradient norm; 0.0: no clipping
     optimizer: OptimizerName = "adamw"
-    bucket: int = BUCKET
-    """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two buckets."""
+    bucket: int | None = None  # As named in the job; `bucket_size` is what holds
     overlap_comm: bool = True  # Buckets are reduced during the backward pass; ZeRO-2 can do without
+
+    @property
+    def bucket_size(self) -> int:
+        """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two."""
+        return self.bucket or (BUCKET if self.offload_optimizer == "none" else BUCKET_OF_HOST)
 
     @property
     def world_size(self) -> int:

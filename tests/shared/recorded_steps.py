@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from packed_rows import packed
 from shardwise.data.batch import IGNORED, MicroBatch
@@ -22,6 +25,7 @@ from shardwise.models.structure import checkpoint_blocks
 from shardwise.objective.causal_lm import CausalLM
 from shardwise.strategy import Strategy
 
+_TO_RELEASE = "_PartitionedParameterCoordinator__params_to_release"
 LENGTH = 512
 LENGTHS = (512, 300, 212, 100, 90, 80, 70, 60, 50, 40)
 ROWS = (((0,), (1, 2)), ((3, 4, 5, 6, 7, 8), (1, 2)), ((0,), (0,)))
@@ -93,6 +97,11 @@ def end(engine: Engine) -> None:
     forget()
     if isinstance(engine, DeepSpeedEngine):  # hooks of weights keep it alive
         engine._engine.destroy()
+        parameter_offload.FWD_MODULE_STACK.clear()  # where ZeRO-3 leaves each model
+        release = getattr(
+            PartitionedParameterCoordinator, _TO_RELEASE
+        )  # a cache that has `self` among its keys
+        inspect.getclosurevars(release).nonlocals["func"].cache_clear()
 
 
 def rank_of_two(rank: int, name: str, strategy: dict[str, Any], folder: str) -> None:

@@ -206,8 +206,9 @@ class Train(Section):
     """Ask torch for deterministic algorithms on the GPU as well (slower)."""
 
 
-BUCKET = 500_000_000
-"""DeepSpeed's default of `reduce_bucket_size` and `allgather_bucket_size` (runtime/zero/config.py)."""
+BUCKET, BUCKET_OF_HOST = 500_000_000, 100_000_000
+"""The first is DeepSpeed's default of `reduce_bucket_size` and `allgather_bucket_size` (zero/config.py), the
+second ours with an optimizer that is not on the GPU (decision 0112)."""
 LEAST_BUCKET, MOST_BUCKET = 1_000_000, 2_000_000_000
 
 
@@ -242,8 +243,8 @@ class StrategySpec(Section):
     """Of `engine: pipeline`: GPUs that each hold a part of the blocks, one after the other."""
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
-    bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] = BUCKET
-    """Elements of gradients that DeepSpeed reduces at once. Smaller ones take less memory."""
+    bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] | None = None
+    """Gradients, in elements, that DeepSpeed reduces at once: unset, 1e8 where it offloads, else 5e8."""
     overlap_comm: bool = True
     """ZeRO-2: reduce gradients while the backward pass goes on. False needs one bucket instead of two."""
 

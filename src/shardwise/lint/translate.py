@@ -22,6 +22,7 @@ from shardwise.lint.schema import names
 from shardwise.lint.script_settings import LORA
 from shardwise.lint.setup import Setup
 from shardwise.lint.shell_text import OPEN
+from shardwise.strategy import Strategy
 from shardwise.units import processes
 
 FOREVER = 10**12  # from this many elements on, ZeRO-3's limits release nothing of any model
@@ -64,7 +65,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     reuse = document.number(ZERO, "stage3_max_reuse_distance") or 0
     asked = document.number(ZERO, "reduce_bucket_size")
     bucket = BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
-    strategy = {
+    strategy: dict[str, Any] = {
         "engine": "deepspeed",
         "stage": stage,
         "offload_optimizer": place(document, OPTIMIZER) if stage else "none",
@@ -72,8 +73,9 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
     waits = stage == 2 and document.get(ZERO, "overlap_comm") is False
-    said = stage and document.get(ZERO, "reduce_bucket_size") != AUTO
-    strategy |= ({"bucket": bucket} if said else {}) | ({"overlap_comm": False} if waits else {})
+    if stage and bucket != Strategy(**strategy).bucket_size:
+        strategy["bucket"] = bucket
+    strategy |= {"overlap_comm": False} if waits else {}
     strategy |= {"tensor_parallel": degree} if degree > 1 else {}
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
     if stage == 3 and 1 < group < world and world % group == 0:

@@ -215,7 +215,9 @@ RULES: tuple[Rule, ...] = (
     ),
     _of_deepspeed(
         name="buckets-are-zeros",
-        broken=lambda f: f.strategy.bucket != BUCKET and not _engine(f).has_buckets(f.strategy.stage),
+        broken=lambda f: (
+            f.strategy.bucket not in (None, BUCKET) and not _engine(f).has_buckets(f.strategy.stage)
+        ),
         reason="bucket means something only where ZeRO reduces gradients",
         where="strategy.bucket",
         fix="leave bucket out, or take ZeRO-1, 2 or 3",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.engines.deepspeed.runtime import patches, zero3
+from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, reduce_all
 from shardwise.engines.deepspeed.runtime.state import PUBLISHING, NamedState
 from shardwise.engines.deepspeed.runtime.step import StepOnGpu, step_in_parts
@@ -93,7 +94,8 @@ def recorded(**values: Any) -> Any:
     values |= {"parameter_offload": SimpleNamespace(get_param_coordinator=lambda: coordinator)}
     values |= {"reduce_and_partition_stream": Streams(), "persistent_parameters": [], PARTITIONS: {}}
     optimizer = bare(ZERO3, param_reduce_events=[1], **values)
-    Zero3Order(optimizer, [], zero3.Released(Streams(), Streams()), sums=False, streams=Streams())
+    held = Gradients(optimizer, streams=Streams()), zero3.Released(Streams(), Streams())
+    Zero3Order(optimizer, [], *held, sums=False, streams=Streams())
     return optimizer
 
 
@@ -120,6 +122,12 @@ def decided(place: tuple[str, str | None] = ZERO12) -> tuple[Any, StepOnGpu]:
     return optimizer, StepOnGpu(optimizer, **how, wait=lambda: None)
 
 
+def trusted() -> Any:
+    optimizer = bare(ZERO12)
+    patches.trust_norms(optimizer)
+    return optimizer
+
+
 def viewed() -> Any:
     optimizer = bare(ZERO12)
     patches.keep_views(optimizer)
@@ -139,6 +147,9 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joint(2, ZERO12), ZERO12, "scaled_global_norm"),
     (lambda: joint(2, ZERO12), ZERO12, "step"),
     (viewed, ZERO12, "_update_model_bit16_weights"),
+    (trusted, ZERO12, "step"),
+    (trusted, ZERO12, "complete_grad_norm_calculation_for_cpu_offload"),
+    (trusted, ZERO12, "update_offload_overflow_tracker"),
     (ordered, ZERO12, "independent_gradient_partition_epilogue"),
     (decided, ZERO12, "step"),
     (decided, ZERO12, "unscale_and_clip_grads"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from shardwise.engines.deepspeed.policy import decides_on_gpu, records
-from shardwise.engines.deepspeed.runtime import recorded
+from shardwise.engines.deepspeed.runtime import gradients, recorded
+from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, _Recorded
 from shardwise.engines.deepspeed.runtime.zero3 import Released
 from shardwise.engines.runtime.recorded import RecordedPasses
@@ -101,9 +102,10 @@ class Streams:
 @pytest.fixture
 def zero3(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A ZeRO-3 optimizer of two ranks, of which this is the second; only what the hooks use."""
-    monkeypatch.setattr(recorded, "rely_on", getattr)
-    monkeypatch.setattr(recorded, "replace", setattr)
-    monkeypatch.setattr(recorded, "patch", lambda owner, name, value, **_: setattr(owner, name, value))
+    for module in (recorded, gradients):
+        monkeypatch.setattr(module, "patch", lambda owner, name, value, **_: setattr(owner, name, value))
+    monkeypatch.setattr(gradients, "rely_on", getattr)
+    monkeypatch.setattr(gradients, "replace", setattr)
     bucket = SimpleNamespace(buffer=torch.zeros(8), elements=0, params=[], process_group=None)
     monkeypatch.setattr(recorded, "release_gathered", lambda *_: None)
     coordinator = SimpleNamespace(fetch_sub_module=lambda *_: None)
@@ -115,19 +117,21 @@ def zero3(monkeypatch: pytest.MonkeyPatch) -> Any:
         ipg_buckets={"bf16": bucket},
         reduce_bucket_size=8,
         persistent_parameters=[],
+        partition_grads=lambda *_: "DeepSpeed's own",
         get_param_comm_dtype=lambda _: "bf16",
         _get_param_partition_group=lambda _: "both",
         _get_param_partition_rank=lambda _: 1,
     )
-    for name in (recorded._REDUCE, recorded._EPILOGUE):
+    for name in (gradients._REDUCE, gradients._EPILOGUE):
         setattr(optimizer, name, lambda: None)
-    setattr(optimizer, recorded._PARTITIONS, {1: torch.ones(2), 2: torch.ones(2)})
+    setattr(optimizer, gradients._PARTITIONS, {1: torch.ones(2), 2: torch.ones(2)})
     return optimizer
 
 
 def order_of(optimizer: Any, *, sums: bool) -> Zero3Order:
     streams = Streams()
-    return Zero3Order(optimizer, [], Released(streams, streams), sums=sums, streams=streams)
+    held = Gradients(optimizer, streams=streams), Released(streams, streams)
+    return Zero3Order(optimizer, [], *held, sums=sums, streams=streams)
 
 
 def parameter(number: int, values: list[float]) -> Any:
@@ -143,27 +147,27 @@ def test_gradients_go_to_the_bucket_and_shares_to_the_partition(
 ) -> None:
     order = order_of(zero3, sums=sums)
     one = parameter(1, [1.0, 2.0, 3.0, 4.0])
-    getattr(zero3, recorded._COLLECT)(one)
+    getattr(zero3, gradients._COLLECT)(one)
     assert zero3.bucket.buffer.tolist() == [1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 0.0, 0.0]
     assert one.grad.data_ptr() == zero3.bucket.buffer.data_ptr()
     assert (zero3.bucket.elements, zero3.bucket.params, zero3.bucket.process_group) == (4, [one], "both")
     zero3.partition_grads([one], [torch.tensor([3.0, 4.0])])
     assert one.grad is None
-    assert order._partitions[1].tolist() == expected
+    assert order._gradients.shares[1].tolist() == expected
 
 
 def test_a_share_that_is_padding_alone_is_left_out(zero3: Any) -> None:
     order = order_of(zero3, sums=False)
     one = parameter(1, [1.0])
     assert zero3.partition_grads([one], [torch.tensor([7.0])]) == []
-    assert order._partitions[1].tolist() == [1.0, 1.0]
+    assert order._gradients.shares[1].tolist() == [1.0, 1.0]
 
 
 def test_a_gradient_that_is_larger_than_the_bucket_keeps_its_memory_until_after_it(zero3: Any) -> None:
     order_of(zero3, sums=False)
     one = parameter(2, [float(at) for at in range(9)])
     memory = weakref.ref(one.grad)
-    getattr(zero3, recorded._COLLECT)(one)
+    getattr(zero3, gradients._COLLECT)(one)
     zero3.coordinator.fetch_sub_module()
     zero3.coordinator.fetch_sub_module()
     assert memory() is one.grad
@@ -179,8 +183,8 @@ def test_memory_of_a_gradient_is_free_when_the_module_after_the_next_one_begins(
     """The computation waits then for what the reducing stream had to do when the next one began."""
     order = order_of(zero3, sums=False)
     one = parameter(1, [1.0, 2.0])
-    getattr(zero3, recorded._COLLECT)(one)
-    [held] = order._latest
+    getattr(zero3, gradients._COLLECT)(one)
+    [held] = order._gradients._latest
     memory = weakref.ref(held)
     del held
     order._streams.log.clear()
@@ -193,11 +197,40 @@ def test_memory_of_a_gradient_is_free_when_the_module_after_the_next_one_begins(
 
 def test_nothing_is_held_and_no_event_of_a_graph_is_left_after_it(zero3: Any) -> None:
     order = order_of(zero3, sums=False)
-    getattr(zero3, recorded._COLLECT)(parameter(1, [1.0, 2.0]))
-    before = order._copied
+    getattr(zero3, gradients._COLLECT)(parameter(1, [1.0, 2.0]))
+    before = order._gradients._copied
     order.end()
-    assert order._latest == order._earlier == []
-    assert order._copied is not before
+    assert order._gradients._latest == order._gradients._earlier == []
+    assert order._gradients._copied is not before
+
+
+def test_passes_that_are_not_recorded_keep_deepspeeds_own_partition(zero3: Any) -> None:
+    """Memory is free in the same way, and nothing is held once a backward pass is over."""
+    held = Gradients(zero3, streams=Streams())
+    one = parameter(1, [1.0, 2.0, 3.0, 4.0])
+    getattr(zero3, gradients._COLLECT)(one)
+    assert zero3.partition_grads([one], [torch.zeros(2)]) == "DeepSpeed's own"
+    assert one.grad is None
+    assert len(held._latest) == 2
+    getattr(zero3, gradients._EPILOGUE)()
+    assert held._latest == held._earlier == []
+
+
+def test_the_only_gradients_of_a_step_go_to_the_host_once(zero3: Any) -> None:
+    """In fp32, where the optimizer reads them, with a norm of each share. Padding alone does not go."""
+    flat = torch.nn.Parameter(torch.zeros(8))
+    flat.grad = torch.full((8,), 9.0)
+    zero3.fp32_partitioned_groups_flat = [flat]
+    zero3.grad_position, zero3.norm_for_param_grads = {1: [0, 3, 2], 2: [0, 5, 1]}, {}
+    zero3.get_param_id = lambda one: one.ds_id
+    Gradients(zero3, to_host=True, streams=Streams())
+    two = [parameter(1, [1.0, 2.0, 3.0, 4.0]), parameter(2, [1.0])]
+    shares = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.tensor([7.0], dtype=torch.bfloat16)]
+    zero3.partition_grads(two, shares)
+    assert flat.grad.tolist() == [9.0, 9.0, 9.0, 3.0, 4.0, 9.0, 9.0, 9.0]
+    assert {number: float(norm) for number, norm in zero3.norm_for_param_grads.items()} == {1: 5.0}
+    assert zero3.norm_for_param_grads[1].dtype == torch.float32
+    assert [one.grad for one in two] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
         {"train.sh": "deepspeed --num_gpus 2 train.py --deepspeed /workspace/ds.json --model_name_or_path a/b\n",
          "ds.json": '{"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 2}'},
         {"strategy": {"engine": "deepspeed", "stage": 2, "offload_optimizer": "none", "offload_parameters": "none",
-                      "reshard": True, "bucket": 500_000_000}},
+                      "reshard": True}},
         "",
     ),
     "a shell that reads its own settings": (

@@ -277,7 +277,7 @@ def test_offloaded_updates_wait_for_host_memory(layers, stage: int) -> None:
     trace = layers(width=8192)
     elements = 8 * 8192**2 + 1024 * 8192
     time = predict(trace, **zero(stage, **OFFLOAD))
-    host = 42 * elements / table()["cpu"]["bytes_per_second"]
+    host = 42 * elements / table()["cpu"]["deepspeed"]["node"]
     assert time.optimizer_seconds == pytest.approx(host, rel=0.25)
     gradients = elements / 4 * 4 / HARDWARE.host_link.bytes_per_second
     assert time.copy_seconds > gradients

@@ -43,7 +43,7 @@ def deepspeed_config(
     `trainable_parameters`: elements that get a gradient; a bucket need not be larger.
     `largest_parameter`: elements of the model's largest parameter; matters for NVMe only.
     """
-    bucket = min(strategy.bucket, trainable_parameters or strategy.bucket)
+    bucket = min(strategy.bucket_size, trainable_parameters or strategy.bucket_size)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": strategy.accumulation,

@@ -47,6 +47,15 @@ def steps_on_gpu(strategy: Strategy) -> bool:
     return strategy.offload_optimizer == "none"
 
 
+def sends_once(strategy: Strategy) -> bool:
+    """Whether ZeRO-3's gradients go to the host in fp32 at once: those of a step with one micro-batch.
+
+    NVMe has a way of its own, and fp16 keeps DeepSpeed's, whose loss scale may skip a step.
+    """
+    one = strategy.accumulation == 1 and strategy.precision != "fp16"
+    return strategy.stage == 3 and strategy.offload_optimizer == "cpu" and one
+
+
 def decides_on_gpu(strategy: Strategy) -> bool:
     """Whether the GPU alone learns if a step is finite, and the host goes on (runtime/step.py).
 
@@ -160,7 +169,7 @@ class Bucket:
     def __init__(self, trace: StepTrace, strategy: Strategy) -> None:
         # The setting is at most the model's size, before tensor parallelism cuts the model (config.py).
         learned = sum(trace.parameters[index].uncut_numel for index in trace.trainable)
-        self.size = min(strategy.bucket, learned)
+        self.size = min(strategy.bucket_size, learned)
         self.parameters: list[int] = []
         self.used = 0.0
 

@@ -376,9 +376,10 @@ class Zero3(_Buckets):
         if self.offload:
             # Under fp16 counted in fp32, as in `Zero12.reduce`.
             item = FP32 if self.strategy.accumulation > 1 and self.mixed else self.item
-            # to their sums and back, in the end once more for their norm (partition_grads,
-            # _offload_grad_partition_at_boundary)
-            num_bytes = 2 * item * own + (FP32 * own if last else 0.0)
+            # to their sums and back, in the end once more (partition_grads,
+            # _offload_grad_partition_at_boundary), or once
+            num_bytes = 0.0 if policy.sends_once(self.strategy) else 2 * item * own
+            num_bytes += FP32 * own if last else 0.0
             streams.copy(num_bytes, after=REDUCED, done=REDUCED)
 
     def update(self) -> None:

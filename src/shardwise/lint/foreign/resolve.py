@@ -40,7 +40,7 @@ def of_a_file(one: Translated) -> Statement:
     value = one.changes[0].partition("=")[2]
     parts = Strategy(**json.loads(value))
     words = [parts.name]
-    if parts.bucket != BUCKET:
+    if parts.bucket not in (None, BUCKET):
         words.append(f"bucket {parts.bucket}")
     if not parts.overlap_comm:
         words.append("overlap_comm false")

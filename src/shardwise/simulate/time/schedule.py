@@ -197,12 +197,11 @@ class Schedule:
 def cpu_seconds(num_bytes: float, processes: int, *, by: str) -> float:
     """Seconds in which the host reads and writes `num_bytes` for each of the `processes` of a node.
 
-    Updating weights computes little: cores wait for memory, which all processes share. `by`: whose code it
-    is, `deepspeed` or `torch`; with torch one process alone does not use the memory's full rate.
+    Updating weights computes little: cores wait for memory, which all processes share, and of which one
+    process alone does not use the full rate. `by`: whose code it is, `deepspeed` or `torch`.
     """
-    rates = table()["cpu"]
-    alone = rates["torch_bytes_per_second" if by == "torch" else "bytes_per_second"]
-    return num_bytes * processes / float(min(processes * alone, rates["bytes_per_second"]))
+    rates = table()["cpu"][by]
+    return num_bytes * processes / float(min(processes * rates["process"], rates["node"]))
 
 
 def pageable_seconds(num_bytes: float) -> float:

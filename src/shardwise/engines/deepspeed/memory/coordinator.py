@@ -52,6 +52,23 @@ def calls_of(trace: StepTrace) -> list[int]:
     return calls + backward[:1] + [MODEL] + backward[1:]
 
 
+@dataclass
+class Held:
+    """Memory that is free when the module after the next one begins (runtime: Released, Gradients)."""
+
+    latest: list[Block | None] = field(default_factory=list)
+    earlier: list[Block | None] = field(default_factory=list)
+
+    def advance(self, memory: GpuMemory) -> None:
+        """A module begins."""
+        memory.give(*self.earlier)
+        self.earlier, self.latest = self.latest, []
+
+    def end(self, memory: GpuMemory) -> None:
+        self.advance(memory)
+        self.advance(memory)
+
+
 class Coordinator:
     """The parameters that are gathered at the moment, and those on their way."""
 
@@ -76,9 +93,8 @@ class Coordinator:
         self._gathered: dict[int, Block | None] = {}
         self._coming: dict[int, _Gathering] = {}
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
-        self._latest: list[Block | None] = []
-        self._earlier: list[Block | None] = []
-        """Released since the latest module began, and before that (engines/deepspeed/runtime/zero3.py)."""
+        self._released = Held()
+        self.gradients = Held()
         self.recorded = policy.records_passes(trace, strategy)
         self._homes = self.persistent if self.recorded else set()
         """Parameters that are gathered into memory which stays, as graphs read it."""
@@ -99,14 +115,11 @@ class Coordinator:
             if self._world > 1:
                 memory.take(WEIGHTS, self._item[parameter] * self._world * self.part(parameter))
 
-    def later(self, *blocks: Block) -> None:
-        """Free gradients when the module after the next one begins (runtime/zero3.py: Zero3Order)."""
-        self._latest += blocks
-
     def end(self, memory: GpuMemory) -> None:
-        """The end of what is recorded."""
-        self._give_earlier(memory)
-        self._give_earlier(memory)
+        """The end of a pass: what is recorded waits for all streams."""
+        self.gradients.end(memory)
+        if self.recorded:
+            self._released.end(memory)
 
     def begin(self, memory: GpuMemory) -> None:
         """A forward pass begins (reset_step)."""
@@ -126,7 +139,8 @@ class Coordinator:
             self._fetch(memory, self._calls[self._step])
 
     def _fetch(self, memory: GpuMemory, call: int) -> None:
-        self._give_earlier(memory)
+        self._released.advance(memory)
+        self.gradients.advance(memory)
         wanted = self._direct(call)
         self._gather(memory, wanted)
         # DeepSpeed iterates over a set, in any order. Here buffers are freed last.
@@ -141,10 +155,6 @@ class Coordinator:
             self._forget_queued(wanted)
             self._prefetch(memory)
         self._step += 1
-
-    def _give_earlier(self, memory: GpuMemory) -> None:
-        memory.give(*self._earlier)
-        self._earlier, self._latest = self._latest, []
 
     def _forget_queued(self, wanted: Iterable[int]) -> None:
         new = {p for p in wanted if self._fetched_at.get(p, NEVER) < self._step}
@@ -241,7 +251,7 @@ class Coordinator:
         for parameter in parameters:
             if parameter in self._gathered:
                 self.copy_to_group(memory, parameter)
-                self._latest.append(self._gathered.pop(parameter))
+                self._released.latest.append(self._gathered.pop(parameter))
                 self._live -= self._numel[parameter]
 
     def _not_needed_soon(self, unit: int) -> frozenset[int]:
@@ -263,7 +273,7 @@ class Coordinator:
     def release_all(self, memory: GpuMemory) -> None:
         """Before the optimizer's step (partition_all_parameters)."""
         self._drop(memory, list(self._gathered))
-        self.end(memory)
+        self._released.end(memory)
 
     def end_step(self, memory: GpuMemory) -> None:
         """Gather what persists on the stream of the computation, and drop outdated copies (_post_step)."""

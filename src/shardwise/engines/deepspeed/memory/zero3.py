@@ -3,7 +3,6 @@
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import NVME_BUFFER, sub_group, sums_in_fp32
 from shardwise.engines.deepspeed.memory.coordinator import GATHER, Coordinator
-from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.engine import EngineMemory, fill, pinned
 from shardwise.simulate.memory.gpu import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
@@ -28,6 +27,7 @@ class Zero3Memory(EngineMemory):
         self._world = strategy.data_parallel
         self._item = FP32 if strategy.precision == "fp32" else 2
         self._places = (strategy.offload_optimizer, strategy.offload_parameters)
+        self._sends_once = policy.sends_once(strategy)
         self._offload, self._offload_parameters = (place != "none" for place in self._places)
         self._reduced_item = ITEM_BYTES[strategy.reduced_in(strategy.precision)]
         self._sum_item = FP32 if sums_in_fp32(strategy) else self._item
@@ -41,7 +41,6 @@ class Zero3Memory(EngineMemory):
         self._bucket = policy.Bucket(trace, strategy)
         self._waiting: dict[int, dict[int, Block]] = {}
         self._oversized: list[Block] = []  # gradients larger than a bucket
-        self._deferred: list[DeferredFree] = []
         self._running: list[int] = []
         self._in_backward, self._last, self._states = False, True, False
 
@@ -150,41 +149,16 @@ class Zero3Memory(EngineMemory):
 
     def forward(self, memory: GpuMemory, unit: int) -> None:
         if not self._in_backward:  # no hooks run when a block is computed again
-            self._next_unit(memory)
             self._coordinator.fetch(memory, unit)
 
     def forward_end(self, memory: GpuMemory, unit: int) -> None:
         if not self._in_backward:
             self._coordinator.release(memory, unit)
 
-    def _free_later(self, memory: GpuMemory, blocks: list[Block]) -> None:
-        """Free memory that another stream still uses, which keeps it for a while (record_stream).
-
-        How long depends on how far the host is ahead of the GPU. Assumed is until the next unit begins:
-        recorded runs of full training reserve as much. Copies to the host delay the other stream, by two
-        buckets at most (max_param_reduce_events). With them it is until the bucket has been issued, about the
-        least that was recorded; on four GPUs ranks keep up to two buckets more.
-
-        Recorded passes wait on the GPU, so that memory does not depend on the host.
-        """
-        if self._coordinator.recorded:
-            self._coordinator.later(*blocks)
-            return
-        self._deferred += [memory.give_later(block) for block in blocks]
-
-    def _complete(self, memory: GpuMemory) -> None:
-        memory.complete(*self._deferred)
-        self._deferred.clear()
-
-    def _next_unit(self, memory: GpuMemory) -> None:
-        if not self._offload:
-            self._complete(memory)
-
     def backward(self, memory: GpuMemory, unit: int) -> None:
         self._in_backward = True
         for running in list(self._running):
             self.backward_end(memory, running)
-        self._next_unit(memory)
         self._coordinator.fetch(memory, unit)
         self._running.append(unit)
 
@@ -216,7 +190,7 @@ class Zero3Memory(EngineMemory):
             self._reduce(memory)
         self._bucket.add([parameter], numel)
         if self._bucket.has_room_for(numel):
-            self._free_later(memory, [block])
+            self._coordinator.gradients.latest.append(block)
         else:
             self._oversized.append(block)
 
@@ -242,14 +216,19 @@ class Zero3Memory(EngineMemory):
             for numel in parts:
                 self._to_host(memory, numel)
         memory.give(*fp32_parts, flat, recast)
-        self._free_later(memory, self._oversized)
-        self._oversized.clear()
+        self._coordinator.gradients.latest += self._oversized
+        self._oversized = []
         self._bucket.clear()
-        if self._offload:
-            self._complete(memory)
 
     def _to_host(self, memory: GpuMemory, numel: int) -> None:
-        """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary)."""
+        """A gradient, summed up, to the host (partition_grads, _offload_grad_partition_at_boundary).
+
+        The only gradients of a step go there in fp32 (runtime/gradients.py: _to_host).
+        """
+        if self._sends_once:
+            if self._sum_item != FP32:
+                memory.scratch(BUFFERS, FP32 * numel, stream=REDUCTION)
+            return
         gradient = memory.take(BUFFERS, self._sum_item * numel, REDUCTION)
         if self._last:
             memory.scratch(BUFFERS, NORM * min(numel, NORM_AT_ONCE), stream=REDUCTION)
@@ -261,9 +240,7 @@ class Zero3Memory(EngineMemory):
         for running in list(self._running):
             self.backward_end(memory, running)
         self._reduce(memory)
-        self._complete(memory)
-        if self._coordinator.recorded:
-            self._coordinator.end(memory)
+        self._coordinator.end(memory)
 
     def step(self, memory: GpuMemory) -> None:
         self._coordinator.release_all(memory)

@@ -26,8 +26,9 @@ from torch import nn
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.config import deepspeed_config
-from shardwise.engines.deepspeed.policy import decides_on_gpu, records, steps_on_gpu
+from shardwise.engines.deepspeed.policy import decides_on_gpu, records, sends_once, steps_on_gpu
 from shardwise.engines.deepspeed.runtime.extensions import compiling, needed_operators, wait_for_locks
+from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.patches import (
     DEEPSPEED,
     drop_first_batch_check,
@@ -35,6 +36,7 @@ from shardwise.engines.deepspeed.runtime.patches import (
     keep_views,
     order_streams,
     skip_shared_memory_transport,
+    trust_norms,
     use_joint_norms,
     without_reducing,
 )
@@ -43,6 +45,7 @@ from shardwise.engines.deepspeed.runtime.state import Guard, NamedState
 from shardwise.engines.deepspeed.runtime.step import StepOnGpu, step_in_parts
 from shardwise.engines.deepspeed.runtime.tensor_parallel import check_same_rows, cut_by_plan, gathered
 from shardwise.engines.deepspeed.runtime.zero3 import (
+    Released,
     gather_in_place,
     release_in_order,
     require_input_gradient,
@@ -121,7 +124,7 @@ class DeepSpeedEngine:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
         self._reduced: Callable[[], None] = lambda: None
-        self._released: Any = None  # Of ZeRO-3 on a GPU
+        self._zero3: tuple[Gradients, Released] | None = None  # Of ZeRO-3 on a GPU
         self._patch_optimizer(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
@@ -164,7 +167,7 @@ class DeepSpeedEngine:
         if self._named is not None:
             self._named.make()
         apart = [*self._fp32.trainable.values()]
-        return passes_of(self._engine, self._strategy, objective, apart, self._released)
+        return passes_of(self._engine, self._strategy, objective, apart, self._zero3)
 
     def _before_step(self) -> None:
         """Wait for the memory of gradients and buckets, which the step takes, as without StepOnGpu.
@@ -192,14 +195,17 @@ class DeepSpeedEngine:
             step_in_parts(self._optimizer)
         if 0 < strategy.stage < 3:
             keep_views(self._optimizer)
+            if not steps_on_gpu(strategy) and supported(DEEPSPEED):
+                trust_norms(self._optimizer)
         if strategy.stage > 0 and steps_on_gpu(strategy):
             use_joint_norms(self._optimizer, strategy.stage)
             if strategy.stage < 3 and cuda:
                 self._reduced = order_streams(self._optimizer, get_accelerator())
         if strategy.stage == 3:
             gather_in_place(parameters, self.world.device)
-            if cuda:
-                self._released = release_in_order(self._optimizer, parameters)
+            if cuda and (released := release_in_order(self._optimizer, parameters)):
+                gradients = Gradients(self._optimizer, to_host=sends_once(strategy))
+                self._zero3 = gradients, released
 
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""

@@ -21,6 +21,7 @@ READ = {
     "DeepSpeedEngine._configure_tensor_parallel_states": "5a87659543705caa",
     "DeepSpeedZeroOptimizer._update_model_bit16_weights": "f6e3c0c53b4a7e06",
     "DeepSpeedZeroOptimizer.check_overflow": "623c2e9b3e44961b",
+    "DeepSpeedZeroOptimizer.complete_grad_norm_calculation_for_cpu_offload": "7051c8064246f325",
     "DeepSpeedZeroOptimizer.get_grad_norm_direct": "72af0993ad8cde2c",
     "DeepSpeedZeroOptimizer.independent_gradient_partition_epilogue": "26ceef6d75b34b97",
     "DeepSpeedZeroOptimizer.reduce_gradients": "385b8e94b1d3cee7",
@@ -29,6 +30,7 @@ READ = {
     "DeepSpeedZeroOptimizer.step": "9520884fd916d178",
     "DeepSpeedZeroOptimizer.unscale_and_clip_grads": "6bf2ce6f97eafcc2",
     "DeepSpeedZeroOptimizer.update_lp_params": "3cdce069e3c66082",
+    "DeepSpeedZeroOptimizer.update_offload_overflow_tracker": "0cb67c0a3f669a35",
     "DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket": "94d52f5b4af961a2",
     "DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads": "24d09d54e4e6c38d",
     "DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
@@ -137,6 +139,17 @@ def use_joint_norms(optimizer: Any, stage: int) -> None:
     replace(optimizer, "get_grad_norm_direct", get_grad_norm_direct)
     if stage < 3:
         replace(optimizer, "check_overflow", lambda **_: None)
+
+
+def trust_norms(optimizer: Any) -> None:
+    """Search no gradient of an offloaded ZeRO-1 or 2 for values that are not finite.
+
+    DeepSpeed has the host wait for each answer, so that copies to the host and the backward pass take turns.
+    `step` refuses a norm that is not finite, and takes it from the function that is relied on.
+    """
+    rely_on(optimizer, "step")
+    rely_on(optimizer, "complete_grad_norm_calculation_for_cpu_offload")
+    replace(optimizer, "update_offload_overflow_tracker", _nothing)
 
 
 def order_streams(optimizer: Any, accelerator: Any) -> Callable[[], None]:

@@ -5,7 +5,7 @@ after a backward pass, the gradients that its step takes, is kept with each grap
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed.policy import adds_up
+from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.patches import DEEPSPEED, rely_on, replace
 from shardwise.engines.deepspeed.runtime.zero3 import HOME, Released, release_gathered
 from shardwise.engines.runtime.parameters import trainable
@@ -23,10 +24,6 @@ from shardwise.simulate.memory.recorded import gradients_stay
 from shardwise.strategy import Strategy
 
 _EVENTS = "_PartitionedParameterCoordinator__ongoing_fetch_events"
-_PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
-_COLLECT = "_DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket"
-_REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-_EPILOGUE = "independent_gradient_partition_epilogue"
 
 
 class Zero12Order:
@@ -52,17 +49,13 @@ class Zero12Order:
 
 
 class Zero3Order:
-    """Streams of ZeRO-3 whose passes are recorded, with gradients that wait for their reduction on the GPU.
-
-    DeepSpeed 0.19.8 marks a gradient as used by the stream that reduces (`record_stream`). Memory that is
-    marked is not free before the end of a graph. Here it is, when the module after the next one begins: the
-    computation waits until the gradient is in the bucket. The host neither waits nor asks for events.
-    """
+    """Streams of ZeRO-3 whose passes are recorded. The host waits nowhere, and asks for no events."""
 
     def __init__(
         self,
         optimizer: Any,
         parameters: Sequence[Any],
+        gradients: Gradients,
         released: Released,
         *,
         sums: bool,
@@ -70,26 +63,14 @@ class Zero3Order:
     ) -> None:
         """`sums`: gradients are added to the partition, which is zero before a step.
 
-        `parameters`: all of the module, frozen ones, too. `streams` provides `current_stream`, `stream` and
-        `Event`.
+        `parameters`: all of the module, frozen ones, too. `streams` provides `current_stream`.
         """
         self._streams, self._parameters = streams, parameters
-        self._optimizer, self._released, self._sums = optimizer, released, sums
-        self._reducing = optimizer.reduce_and_partition_stream
+        self._gradients, self._released, self._sums = gradients, released, sums
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
-        self._partitions = getattr(optimizer, _PARTITIONS)
-        self._latest: list[torch.Tensor] = []
-        self._earlier: list[torch.Tensor] = []
-        self._copied = self._streams.Event()
-        rely_on(optimizer, _REDUCE)
-        self._epilogue = rely_on(optimizer, _EPILOGUE)
-        replace(optimizer, _EPILOGUE, self._end_backward)
-        replace(optimizer, _COLLECT, self._collect)
-        replace(optimizer, "partition_grads", self._partition)
-        # which `release_in_order` has replaced already
-        self._coordinator.fetch_sub_module = self._then(self._coordinator.fetch_sub_module)
-        for owner, name in ((optimizer, "param_reduce_events"), (self._coordinator, _EVENTS)):
-            patch(owner, name, deque(maxlen=0), library=DEEPSPEED, source_hash=None)
+        self._epilogue, self._reducing = gradients.epilogue, gradients.reducing
+        gradients.epilogue, gradients.partition = self._end_backward, self._partition
+        patch(self._coordinator, _EVENTS, deque(maxlen=0), library=DEEPSPEED, source_hash=None)
         for one in optimizer.persistent_parameters:
             if one.ds_zero_partition_world_size > 1:
                 size = one.ds_tensor.numel() * one.ds_zero_partition_world_size
@@ -104,23 +85,13 @@ class Zero3Order:
     def begin(self) -> None:
         self._released.clear()
         self._reducing.wait_stream(self._streams.current_stream())
-        self._copied = self._streams.Event()
+        self._gradients.clear()
 
     def end(self) -> None:
         """No pass finds weights that another one has gathered."""
         release_gathered(self._coordinator, self._parameters)
         self._released.end()
-        self._latest, self._earlier = [], []
-        self._copied = self._streams.Event()
-
-    def _then(self, fetch: Callable[..., None]) -> Callable[..., None]:
-        def advance(*args: Any, **kwargs: Any) -> None:
-            self._streams.current_stream().wait_event(self._copied)
-            self._earlier, self._latest = self._latest, []
-            self._copied.record(self._reducing)
-            fetch(*args, **kwargs)
-
-        return advance
+        self._gradients.clear()
 
     def _end_backward(self) -> None:
         from deepspeed.accelerator import get_accelerator
@@ -134,33 +105,12 @@ class Zero3Order:
         self._streams.current_stream().wait_stream(self._reducing)
 
     @torch.no_grad()
-    def _collect(self, parameter: Any) -> None:
-        """As `__add_grad_to_ipg_bucket`, without a mark on the gradient."""
-        optimizer, gradient = self._optimizer, parameter.grad
-        bucket = optimizer.ipg_buckets[optimizer.get_param_comm_dtype(parameter)]
-        self._reducing.wait_stream(self._streams.current_stream())
-        end = bucket.elements + gradient.numel()
-        if end <= optimizer.reduce_bucket_size:
-            self._latest.append(gradient.detach())
-            copy = bucket.buffer[bucket.elements : end].view_as(gradient)
-            with self._streams.stream(self._reducing):
-                copy.copy_(gradient)
-            gradient.data = copy
-        bucket.params.append(parameter)
-        bucket.process_group = optimizer._get_param_partition_group(parameter)
-        bucket.elements = end
-
-    @torch.no_grad()
-    def _partition(self, parameters: Sequence[Any], parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _partition(self, parameters: Sequence[Any], shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `partition_grads` on the GPU, by one kernel for all."""
-        rank_of = self._optimizer._get_param_partition_rank
         taken, targets = [], []
-        for parameter, part in zip(parameters, parts, strict=True):
-            if parameter.partition_numel() * rank_of(parameter) < parameter.ds_numel:  # else all is padding
-                targets.append(self._partitions[parameter.ds_id][: part.numel()])
-                taken.append(part)
-            self._latest.append(parameter.grad)
-            parameter.grad = None
+        for parameter, share in self._gradients.real(parameters, shares):
+            targets.append(self._gradients.shares[parameter.ds_id][: share.numel()])
+            taken.append(share)
         if targets:
             (torch._foreach_add_ if self._sums else torch._foreach_copy_)(targets, taken)
         return targets
@@ -257,22 +207,22 @@ def passes_of(
     strategy: Strategy,
     objective: Objective,
     apart: Sequence[torch.Tensor],
-    released: Released | None,
+    zero3: tuple[Gradients, Released] | None,
 ) -> Passes:
     """The recorded passes of DeepSpeed's engine.
 
-    `apart`: trained parameters that DeepSpeed does not see. `released`: what ZeRO-3 has released.
+    `apart`: trained parameters that DeepSpeed does not see. `zero3`: memory of ZeRO-3 that is used again.
     """
     if strategy.stage == 0:
         weights = [*trainable(objective).values(), *apart]
         frozen = any(not weight.requires_grad for weight in objective.parameters())
         stay = gradients_stay(strategy, adapters=frozen)
         return PlainPasses(engine, objective, weights, stay=stay)
-    if released is None:
+    if zero3 is None:
         order: Zero12Order | Zero3Order = Zero12Order(engine.optimizer)
     else:
         parameters, sums = [*objective.parameters()], strategy.accumulation > 1
-        order = Zero3Order(engine.optimizer, parameters, released, sums=sums)
+        order = Zero3Order(engine.optimizer, parameters, *zero3, sums=sums)
     return HookedPasses(engine, strategy, objective, apart, order)
 
 
