@@ -18,7 +18,9 @@ from engine_scenarios import DEEPSPEED, same, snapshot
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed import config
+from shardwise.engines.deepspeed.policy import sends_once
 from shardwise.engines.deepspeed.runtime import engine, recorded
+from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.zero3 import (
     _STORAGE,
     NO_LIMIT,
@@ -178,6 +180,46 @@ def leaves_nothing(place: str) -> None:
             ended.append((losses, snapshot(one)))
         found[name]["same"] = ended[0][0] == ended[1][0] and same(ended[0][1], ended[1][1])
     leave(world, place, "leaves_nothing", found)
+
+
+class OneStream(Streams):
+    """The computation's and the reducing one, which are one."""
+
+    def current_stream(self) -> OneStream:  # type: ignore[override]
+        return self
+
+    def stream(self, _: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def record(self, _: Any = None) -> None:
+        super().record()
+
+
+def gradients_in_order(place: str) -> None:
+    """Two engines of one process, offloaded: DeepSpeed's order of gradients, and ours.
+
+    With micro-batches that add up their way to the host is DeepSpeed's. A bucket of 100 elements has room for
+    few of them.
+    """
+    world = w.join()
+    found: dict[str, Any] = {}
+    for accumulation, bucket, precision in product((1, 2), (None, 100), ("fp32", "bf16")):
+        bare = w.fitted(DEEPSPEED["zero3-offload"], world, accumulation)
+        strategy = replace(bare, precision=precision, bucket=bucket)
+        plain, ours = (w.engine_for(strategy, world) for _ in range(2))
+        streams, once = OneStream(), sends_once(strategy)
+        held = Gradients(ours._optimizer, to_host=once, streams=streams)
+        held.reducing = streams
+        steps = [w.train(one, strategy, range(4)) for one in (plain, ours)]
+        both = [*zip(*steps, strict=True)]
+        pairs = [(a.loss, b.loss) for a, b in both] + [(a.grad_norm, b.grad_norm) for a, b in both]
+        found[f"{accumulation}, {bucket}, {precision}"] = {
+            "once": once,
+            "difference": max(abs(float(ours) / float(theirs) - 1) for theirs, ours in pairs),
+            "waits": sorted(set(streams.log)),
+            "held": len(held._latest) + len(held._earlier),
+        }
+    leave(world, place, "gradients_in_order", found)
 
 
 def numel(parameter: torch.Tensor) -> int:

@@ -51,6 +51,18 @@ def test_what_an_evaluation_leaves_gathered_is_released(tmp_path) -> None:
     assert found == {"zero3": expected, "zero3-noreshard": expected}
 
 
+def test_offloaded_gradients_in_order_train_alike(tmp_path) -> None:
+    """Sent to the host once, in fp32, a step with one micro-batch has a norm in fp32, not fp64."""
+    run_set("patches_worker:gradients_in_order", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
+    found = json.loads((tmp_path / "gradients_in_order.json").read_text())
+    assert len(found) == 8
+    for name, one in found.items():
+        assert one["once"] == name.startswith("1"), name
+        assert one["difference"] <= (1e-6 if one["once"] else 0.0), name
+        assert one["waits"] == ["record", "wait_event", "wait_stream"], name
+        assert one["held"] == 0, name
+
+
 def test_gradients_that_stay_train_to_the_same_bits(tmp_path) -> None:
     run_set("patches_worker:keeps_sums", str(tmp_path), processes=2, folder=tmp_path, timeout=300)
     found = json.loads((tmp_path / "keeps_sums.json").read_text())
