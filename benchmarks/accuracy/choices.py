@@ -107,9 +107,7 @@ ON_H100 = (
 )
 """Jobs of a card that no constant was fitted on: the choice of each, and five others that rank high."""
 
-REHEARSALS = (
-    Job(model="llama-2-7b", lora=16, global_batch=16, memory_cap_gib=24),
-)
+REHEARSALS = (Job(model="llama-2-7b", lora=16, global_batch=16, memory_cap_gib=24),)
 """Smaller cards, simulated by a limit on the process's share of an H200."""
 
 CHANGED_REHEARSALS = (

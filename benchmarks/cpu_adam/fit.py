@@ -36,7 +36,10 @@ def main() -> None:
         for kind in ("process", "node"):
             alike = [pair for pair in own if (pair[0].gpus == 1) == (kind == "process")]
             least, rate = min((norm(alike, by, kind, rate), rate) for rate in RATES)
-            print(f"{by}, {kind}: {rate} GB/s, norm {least:.4f}, rows: {len(alike)}")
+            print(f"{by}, {kind}: {rate} GB/s, norm {least:.4f}")
+            for pair in alike:
+                alone = min(RATES, key=lambda one: norm([pair], by, kind, one))
+                print(f"    {alone} GB/s  {pair[0].id}")
 
 
 def norm(rows: list[tuple[Row, dict[str, Any]]], by: str, kind: str, rate: int) -> float:

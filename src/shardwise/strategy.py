@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from shardwise.job.schema import BUCKET, BUCKET_OF_HOST, OptimizerName
+from shardwise.job.schema import BUCKET, BUCKET_OF_HOST, LEAST_BUCKET, MOST_BUCKET, OptimizerName
 from shardwise.job.strategies import ENGINES
 
 Place = Literal["none", "cpu", "nvme"]
@@ -56,7 +56,8 @@ class Strategy:
     @property
     def bucket_size(self) -> int:
         """Elements that DeepSpeed reduces, and below ZeRO-3 gathers, at once. ZeRO-1 and 2 have two."""
-        return self.bucket or (BUCKET if self.offload_optimizer == "none" else BUCKET_OF_HOST)
+        usual = BUCKET if self.offload_optimizer == "none" else BUCKET_OF_HOST
+        return usual if self.bucket is None else self.bucket
 
     @property
     def world_size(self) -> int:
@@ -122,9 +123,11 @@ class Strategy:
         each_at_least_one = (found.world_size, found.pipeline, found.tensor_parallel)
         least = min(*each_at_least_one, found.micro_batch, found.accumulation)
         wrong = least < 1 or found.shard_group < 0 or not 0 <= found.stage <= 3
-        if unknown or found.engine not in ENGINES or wrong:
+        no_bucket = found.bucket is not None and not LEAST_BUCKET <= found.bucket <= MOST_BUCKET
+        if unknown or found.engine not in ENGINES or wrong or no_bucket:
             raise ValueError(f"no strategy has these values: {known}")
-        return found
+        usual = replace(found, bucket=None)  # once always written down
+        return usual if usual.bucket_size == found.bucket_size else found
 
 
 @cache

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import engine_worker as w
 import torch
 import torch.distributed as dist
-from engine_scenarios import DEEPSPEED, same, snapshot
+from engine_scenarios import DEEPSPEED, poisoned, same, snapshot
 
 from shardwise.data.batch import MicroBatch
 from shardwise.engines.deepspeed import config
@@ -63,10 +63,15 @@ def leave(world: World, place: str, name: str, found: dict[str, Any]) -> None:
 def joint_norms(world: World) -> dict[str, Any]:
     """How often each optimizer asked for the replaced norm, and whether it searched for NaN besides."""
     found = {}
-    for name in ("zero1", "zero2", "zero3"):
+    for name in ("zero1", "zero2", "zero3", "zero2-offload"):
         strategy = replace(w.fitted(DEEPSPEED[name], world), precision="bf16")
         engine = w.engine_for(strategy, world)
         optimizer = engine._optimizer
+        if name == "zero2-offload":
+            with patch.object(type(optimizer), "_has_inf_or_nan") as search:
+                w.train(engine, strategy, range(2))
+            found[name] = {"searched": search.call_count}
+            continue
         calls: list[str] = []
         norm, search = optimizer.get_grad_norm_direct, optimizer.has_overflow
         optimizer.get_grad_norm_direct = lambda *args, c=calls, f=norm: (c.append("norm"), f(*args))[1]
@@ -211,6 +216,9 @@ def gradients_in_order(place: str) -> None:
         held = Gradients(ours._optimizer, to_host=once, streams=streams)
         held.reducing = streams
         steps = [w.train(one, strategy, range(4)) for one in (plain, ours)]
+        before = snapshot(ours)
+        with poisoned(ours):
+            (bad,) = w.train(ours, strategy, range(4, 5))
         both = [*zip(*steps, strict=True)]
         pairs = [(a.loss, b.loss) for a, b in both] + [(a.grad_norm, b.grad_norm) for a, b in both]
         found[f"{accumulation}, {bucket}, {precision}"] = {
@@ -218,6 +226,7 @@ def gradients_in_order(place: str) -> None:
             "difference": max(abs(float(ours) / float(theirs) - 1) for theirs, ours in pairs),
             "waits": sorted(set(streams.log)),
             "held": len(held._latest) + len(held._earlier),
+            "refused": bad.skipped.item() == 1.0 and same(before, snapshot(ours)),
         }
     leave(world, place, "gradients_in_order", found)
 

@@ -15,6 +15,7 @@ def test_optimizers_use_what_replaces_their_functions(tmp_path) -> None:
     results = json.loads((tmp_path / "result.json").read_text())
     for name in ("zero1", "zero2", "zero3"):
         assert results["norms"][name] == {"asked": ["norm"], "replaced": True}, name
+    assert results["norms"]["zero2-offload"] == {"searched": 0}
 
     releases = results["releases"]
     before, after_first, after_second = releases["counts"]
@@ -61,6 +62,7 @@ def test_offloaded_gradients_in_order_train_alike(tmp_path) -> None:
         assert one["difference"] <= (1e-6 if one["once"] else 0.0), name
         assert one["waits"] == ["record", "wait_event", "wait_stream"], name
         assert one["held"] == 0, name
+        assert one["refused"], f"{name}: a step that is not finite changes no weight"
 
 
 def test_gradients_that_stay_train_to_the_same_bits(tmp_path) -> None:

@@ -97,10 +97,10 @@ def end(engine: Engine) -> None:
     forget()
     if isinstance(engine, DeepSpeedEngine):  # hooks of weights keep it alive
         engine._engine.destroy()
-        parameter_offload.FWD_MODULE_STACK.clear()  # where ZeRO-3 leaves each model
-        release = getattr(
-            PartitionedParameterCoordinator, _TO_RELEASE
-        )  # a cache that has `self` among its keys
+        # ZeRO-3 leaves each model in a list and in a cache with `self` among its keys; the next engine needs
+        # the memory
+        parameter_offload.FWD_MODULE_STACK.clear()
+        release = getattr(PartitionedParameterCoordinator, _TO_RELEASE)
         inspect.getclosurevars(release).nonlocals["func"].cache_clear()
 
 

@@ -79,3 +79,28 @@ def test_no_two_strategies_share_a_name() -> None:
         for parameters in (places if stage == 3 else ("none",))
     ]
     assert len({strategy.name for strategy in strategies}) == len(strategies) == 108
+
+
+@pytest.mark.parametrize(
+    ("place", "stored", "bucket", "size"),
+    [
+        ("none", 500_000_000, None, 500_000_000),
+        ("none", 100_000_000, 100_000_000, 100_000_000),
+        ("cpu", 500_000_000, 500_000_000, 500_000_000),
+        ("cpu", 100_000_000, None, 100_000_000),
+        ("nvme", None, None, 100_000_000),
+    ],
+)
+def test_a_bucket_that_was_always_written_down_is_the_usual_one(
+    place: str, stored: int | None, bucket: int | None, size: int
+) -> None:
+    """Runs and plans from before decision 0112 have 5e8, whatever the engine."""
+    stored_strategy = {"engine": "deepspeed", "stage": 2, "offload_optimizer": place, "bucket": stored}
+    found = Strategy.from_json(stored_strategy)
+    assert (found.bucket, found.bucket_size) == (bucket, size)
+
+
+@pytest.mark.parametrize("bucket", [0, -1, 10**12])
+def test_a_stored_bucket_that_no_job_may_have_is_no_strategy(bucket: int) -> None:
+    with pytest.raises(ValueError, match="no strategy has these values"):
+        Strategy.from_json({"engine": "deepspeed", "stage": 2, "bucket": bucket})

@@ -208,7 +208,7 @@ class Train(Section):
 
 BUCKET, BUCKET_OF_HOST = 500_000_000, 100_000_000
 """The first is DeepSpeed's default of `reduce_bucket_size` and `allgather_bucket_size` (zero/config.py), the
-second ours with an optimizer that is not on the GPU (decision 0112)."""
+second ours with `offload_optimizer` (decision 0112)."""
 LEAST_BUCKET, MOST_BUCKET = 1_000_000, 2_000_000_000
 
 
@@ -244,7 +244,7 @@ class StrategySpec(Section):
     pipeline_schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b"
     """Of `engine: pipeline`: the order of its passes. `interleaved`: two parts of the blocks a GPU."""
     bucket: Annotated[int, Field(ge=LEAST_BUCKET, le=MOST_BUCKET)] | None = None
-    """Gradients, in elements, that DeepSpeed reduces at once: unset, 1e8 where it offloads, else 5e8."""
+    """Gradients, in elements, that DeepSpeed reduces at once: 1e8 with `offload_optimizer`, else 5e8."""
     overlap_comm: bool = True
     """ZeRO-2: reduce gradients while the backward pass goes on. False needs one bucket instead of two."""
 

@@ -25,6 +25,7 @@ from shardwise.units import duration, gib
 RULE = "does-not-fit"
 LEFT_OPEN = ("strategy", "train.micro_batch", "train.checkpointing")  # how a step is computed, not its rows
 OWN_LOOP = "shardwise's own training loop: fused loss, packed rows; a script that keeps logits needs more"
+OWN_ORDER = "shardwise's order of offloaded gradients: DeepSpeed alone keeps up to three buckets of them"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +118,10 @@ def fit_of(
             nearest = _nearest(plan, make_plan(other.job, hardware))
     except (JobError, MachineError) as error:  # the findings about the files stay
         return _unavailable(error)
-    assumed = (*asked.assumed, *drawn.assumed, OWN_LOOP)
-    return replace(_planned(plan, asked.file, nearest), assumed=assumed, left_out=asked.left_out)
+    found = _planned(plan, asked.file, nearest)
+    offloads = found.option is not None and found.option.strategy.offload_optimizer != "none"
+    assumed = (*asked.assumed, *drawn.assumed, OWN_LOOP, *([OWN_ORDER] if offloads else []))
+    return replace(found, assumed=assumed, left_out=asked.left_out)
 
 
 def _planned(plan: Plan, file: str, nearest: str) -> Fit:

@@ -64,7 +64,6 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     live = document.number(ZERO, "stage3_max_live_parameters") or 0
     reuse = document.number(ZERO, "stage3_max_reuse_distance") or 0
     asked = document.number(ZERO, "reduce_bucket_size")
-    bucket = BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
     strategy: dict[str, Any] = {
         "engine": "deepspeed",
         "stage": stage,
@@ -73,8 +72,12 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
     waits = stage == 2 and document.get(ZERO, "overlap_comm") is False
-    if stage and bucket != Strategy(**strategy).bucket_size:
-        strategy["bucket"] = bucket
+    if document.get(ZERO, "reduce_bucket_size") == AUTO:  # a job leaves it out
+        bucket = Strategy(**strategy).bucket_size
+    else:
+        bucket = BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
+        if stage and (bucket != BUCKET or strategy["offload_optimizer"] != "none"):
+            strategy["bucket"] = bucket
     strategy |= {"overlap_comm": False} if waits else {}
     strategy |= {"tensor_parallel": degree} if degree > 1 else {}
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1

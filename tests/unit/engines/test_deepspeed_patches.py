@@ -88,15 +88,19 @@ def in_order() -> Any:
     return coordinator
 
 
-def recorded(**values: Any) -> Any:
+def recorded(*, to_host: bool = False, **values: Any) -> Any:
     """A ZeRO-3 optimizer whose passes are recorded."""
     coordinator = bare(COORDINATOR, **{LIMIT: 2, EVENTS: [1]})
     values |= {"parameter_offload": SimpleNamespace(get_param_coordinator=lambda: coordinator)}
     values |= {"reduce_and_partition_stream": Streams(), "persistent_parameters": [], PARTITIONS: {}}
     optimizer = bare(ZERO3, param_reduce_events=[1], **values)
-    held = Gradients(optimizer, streams=Streams()), zero3.Released(Streams(), Streams())
+    held = Gradients(optimizer, to_host=to_host, streams=Streams()), zero3.Released(Streams(), Streams())
     Zero3Order(optimizer, [], *held, sums=False, streams=Streams())
     return optimizer
+
+
+def sent_to_host() -> Any:
+    return recorded(to_host=True)
 
 
 def gone() -> None:
@@ -148,6 +152,7 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joint(2, ZERO12), ZERO12, "step"),
     (viewed, ZERO12, "_update_model_bit16_weights"),
     (trusted, ZERO12, "step"),
+    (trusted, ZERO12, "scaled_global_norm"),
     (trusted, ZERO12, "complete_grad_norm_calculation_for_cpu_offload"),
     (trusted, ZERO12, "update_offload_overflow_tracker"),
     (ordered, ZERO12, "independent_gradient_partition_epilogue"),
@@ -168,6 +173,8 @@ CASES: list[tuple[Callable[[], Any], tuple[str, str | None], str]] = [
     (lambda: joined(1, ZERO12), ZERO12, "scaled_global_norm"),
     (lambda: joined(3, ZERO3), ZERO3, "_get_norm_groups"),
     (recorded, ZERO3, f"_{ZERO3[1]}__add_grad_to_ipg_bucket"),
+    (sent_to_host, ZERO3, "_offload_grad_partition_at_boundary"),
+    (sent_to_host, ZERO3, "complete_grad_norm_calculation_for_cpu_offload"),
     (recorded, ZERO3, f"_{ZERO3[1]}__reduce_and_partition_ipg_grads"),
     (recorded, ZERO3, "independent_gradient_partition_epilogue"),
     (recorded, ZERO3, "partition_grads"),

@@ -122,7 +122,7 @@ def zero3(monkeypatch: pytest.MonkeyPatch) -> Any:
         _get_param_partition_group=lambda _: "both",
         _get_param_partition_rank=lambda _: 1,
     )
-    for name in (gradients._REDUCE, gradients._EPILOGUE):
+    for name in (gradients._REDUCE, gradients._EPILOGUE, *gradients._OF_HOST):
         setattr(optimizer, name, lambda: None)
     setattr(optimizer, gradients._PARTITIONS, {1: torch.ones(2), 2: torch.ones(2)})
     return optimizer

@@ -393,7 +393,7 @@ def test_of_two_strategies_the_last_is_used_and_both_are_named(
     first, last = texts
     names = {"a.json": "zero2", "b.json": "zero3", "acc.yaml": "fsdp2-noreshard"}
     if texts["a.json"] == NVME:
-        names["a.json"] = "zero3-nvme-optimizer"
+        names["a.json"] = "zero3-nvme-optimizer, bucket 500000000"
     assert conflict == f"conflict: {last} ({names[last]}) is used, not {first} ({names[first]})"
 
 

@@ -70,6 +70,12 @@ def test_adapters_are_planned_for_the_layers_that_a_script_names(targets: str, p
         ({"stage": 3, "reduce_bucket_size": 2e8, "allgather_bucket_size": 5e7}, 200_000_000, ()),
         ({"stage": 1}, None, ()),  # DeepSpeed's own default is ours, but for an optimizer on the host
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, 500_000_000, ()),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1e8}, 100_000_000, ()),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": "auto"},
+            None,
+            ("reduce_bucket_size auto: simulated with 100,000,000",),
+        ),
         (
             {"stage": 1, "reduce_bucket_size": 5e7, "allgather_bucket_size": 200_000_000},
             50_000_000,

@@ -50,7 +50,7 @@ def steps_on_gpu(strategy: Strategy) -> bool:
 def sends_once(strategy: Strategy) -> bool:
     """Whether ZeRO-3's gradients go to the host in fp32 at once: those of a step with one micro-batch.
 
-    NVMe has a way of its own, and fp16 keeps DeepSpeed's, whose loss scale may skip a step.
+    NVMe has a way of its own. fp16's overflow is searched in sums that this way does not fill (has_overflow).
     """
     one = strategy.accumulation == 1 and strategy.precision != "fp16"
     return strategy.stage == 3 and strategy.offload_optimizer == "cpu" and one

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shardwise.job.paths import is_local
-from shardwise.job.schema import BUCKET, Train
+from shardwise.job.schema import Train
 from shardwise.job.strategies import NAMED
 from shardwise.lint.document import AUTO, Document
 from shardwise.lint.foreign.reads import is_choice, names_read
@@ -40,7 +40,7 @@ def of_a_file(one: Translated) -> Statement:
     value = one.changes[0].partition("=")[2]
     parts = Strategy(**json.loads(value))
     words = [parts.name]
-    if parts.bucket not in (None, BUCKET):
+    if parts.bucket is not None:
         words.append(f"bucket {parts.bucket}")
     if not parts.overlap_comm:
         words.append("overlap_comm false")

@@ -54,8 +54,12 @@ def calls_of(trace: StepTrace) -> list[int]:
 
 @dataclass
 class Held:
-    """Memory that is free when the module after the next one begins (runtime: Released, Gradients)."""
+    """Memory that is given while module m runs, and free when m+2 begins (runtime: Released, Gradients).
 
+    With `short` when m+1 begins: assumed of what the allocator keeps until the GPU has come so far.
+    """
+
+    short: bool = False
     latest: list[Block | None] = field(default_factory=list)
     earlier: list[Block | None] = field(default_factory=list)
 
@@ -63,6 +67,9 @@ class Held:
         """A module begins."""
         memory.give(*self.earlier)
         self.earlier, self.latest = self.latest, []
+        if self.short:
+            memory.give(*self.earlier)
+            self.earlier = []
 
     def end(self, memory: GpuMemory) -> None:
         self.advance(memory)
@@ -93,9 +100,9 @@ class Coordinator:
         self._gathered: dict[int, Block | None] = {}
         self._coming: dict[int, _Gathering] = {}
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
-        self._released = Held()
-        self.gradients = Held()
         self.recorded = policy.records_passes(trace, strategy)
+        self._released = Held()
+        self.gradients = Held(short=not self.recorded and policy.steps_on_gpu(strategy))
         self._homes = self.persistent if self.recorded else set()
         """Parameters that are gathered into memory which stays, as graphs read it."""
 

@@ -124,7 +124,7 @@ class DeepSpeedEngine:
             drop_first_batch_check(self._engine)
         self._rows_are_checked = not parallel
         self._reduced: Callable[[], None] = lambda: None
-        self._zero3: tuple[Gradients, Released] | None = None  # Of ZeRO-3 on a GPU
+        self._released: Released | None = None  # Of ZeRO-3 on a GPU
         self._patch_optimizer(list(module.parameters()))
         self._fp32_adamw: AdamW | None = None
         if self._fp32.trainable:
@@ -167,7 +167,7 @@ class DeepSpeedEngine:
         if self._named is not None:
             self._named.make()
         apart = [*self._fp32.trainable.values()]
-        return passes_of(self._engine, self._strategy, objective, apart, self._zero3)
+        return passes_of(self._engine, self._strategy, objective, apart, self._released)
 
     def _before_step(self) -> None:
         """Wait for the memory of gradients and buckets, which the step takes, as without StepOnGpu.
@@ -203,9 +203,10 @@ class DeepSpeedEngine:
                 self._reduced = order_streams(self._optimizer, get_accelerator())
         if strategy.stage == 3:
             gather_in_place(parameters, self.world.device)
-            if cuda and (released := release_in_order(self._optimizer, parameters)):
-                gradients = Gradients(self._optimizer, to_host=sends_once(strategy))
-                self._zero3 = gradients, released
+            if cuda:
+                self._released = release_in_order(self._optimizer, parameters)
+            if self._released is not None and not steps_on_gpu(strategy):
+                Gradients(self._optimizer, to_host=sends_once(strategy))
 
     def _named_state(self) -> NamedState | None:
         """Its state by name; None where DeepSpeed saves it in files of its own."""

@@ -1,4 +1,8 @@
-"""Gradients of ZeRO-3 that wait for their reduction on the GPU, and their way to the host (decision 0112)."""
+"""Gradients of ZeRO-3 that wait for their reduction on the GPU, and their way to the host (decision 0112).
+
+For passes that are recorded, and for an optimizer that is not on the GPU. Others have DeepSpeed's order: over
+a slow network a reduction takes longer than the two modules for which gradients are kept here.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,17 +17,20 @@ _PARTITIONS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 _COLLECT = "_DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket"
 _REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 _EPILOGUE = "independent_gradient_partition_epilogue"
+_OF_HOST = ("_offload_grad_partition_at_boundary", "complete_grad_norm_calculation_for_cpu_offload")
+"""They say where the gradients of masters and their norms are kept."""
 
-Partition = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
+TakeShares = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
 
 
 class Gradients:
     """Memory of gradients, kept until the computation may use it again.
 
     DeepSpeed 0.19.8 marks a gradient as used by the stream that reduces (`record_stream`). The allocator
-    keeps it until the GPU has come that far, up to three buckets later, and in a graph until its end. Here it
-    is free when the module after the next one begins: the computation waits until the gradient is in the
-    bucket. The host neither waits nor asks for events, and memory does not depend on its pace.
+    keeps it until the GPU has come that far, up to three buckets later, and in a graph until its end. Here a
+    gradient of module m is free when module m+2 begins: the computation waits until it is in the bucket, and
+    so for reductions before that. The host neither waits nor asks for events, and memory does not depend on
+    its pace.
     """
 
     def __init__(self, optimizer: Any, *, to_host: bool = False, streams: Any = torch.cuda) -> None:
@@ -41,7 +48,9 @@ class Gradients:
         rely_on(optimizer, _REDUCE)
         self.epilogue = rely_on(optimizer, _EPILOGUE)
         own = rely_on(optimizer, "partition_grads")
-        self.partition: Partition = self._to_host if to_host else own
+        for name in _OF_HOST if to_host else ():
+            rely_on(optimizer, name)
+        self.take_shares: TakeShares = self._to_host if to_host else own
         """What is done with the shares of parameters that have been reduced."""
         coordinator = optimizer.parameter_offload.get_param_coordinator()
         replace(optimizer, _COLLECT, self._collect)
@@ -90,7 +99,7 @@ class Gradients:
         for parameter in parameters:
             self._latest.append(parameter.grad)
             parameter.grad = None
-        return self.partition(parameters, shares)
+        return self.take_shares(parameters, shares)
 
     def real(
         self, parameters: Sequence[Any], shares: Sequence[torch.Tensor]

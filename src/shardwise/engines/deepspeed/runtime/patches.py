@@ -34,9 +34,11 @@ READ = {
     "DeepSpeedZeroOptimizer_Stage3.__add_grad_to_ipg_bucket": "94d52f5b4af961a2",
     "DeepSpeedZeroOptimizer_Stage3.__reduce_and_partition_ipg_grads": "24d09d54e4e6c38d",
     "DeepSpeedZeroOptimizer_Stage3._get_norm_groups": "6a068faa3149b1f4",
+    "DeepSpeedZeroOptimizer_Stage3._offload_grad_partition_at_boundary": "0a84c049d8c77972",
     "DeepSpeedZeroOptimizer_Stage3._unflatten_partitioned_parameters": "00cc8a3f65af736f",
     "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_epilogue": "9b05d627407cb41c",
     "DeepSpeedZeroOptimizer_Stage3.checkpoint_event_prologue": "01713a52e24b200e",
+    "DeepSpeedZeroOptimizer_Stage3.complete_grad_norm_calculation_for_cpu_offload": "a89a9b0320ae9438",
     "DeepSpeedZeroOptimizer_Stage3.get_grad_norm_direct": "5ba2252d5f16b541",
     "DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": "f1575b87b3d6c083",
     "DeepSpeedZeroOptimizer_Stage3.partition_grads": "93119b25314ec6d3",
@@ -145,10 +147,10 @@ def trust_norms(optimizer: Any) -> None:
     """Search no gradient of an offloaded ZeRO-1 or 2 for values that are not finite.
 
     DeepSpeed has the host wait for each answer, so that copies to the host and the backward pass take turns.
-    `step` refuses a norm that is not finite, and takes it from the function that is relied on.
+    `step` refuses a norm that is not finite, and takes it from the functions that are relied on.
     """
-    rely_on(optimizer, "step")
-    rely_on(optimizer, "complete_grad_norm_calculation_for_cpu_offload")
+    for name in ("step", "scaled_global_norm", "complete_grad_norm_calculation_for_cpu_offload"):
+        rely_on(optimizer, name)
     replace(optimizer, "update_offload_overflow_tracker", _nothing)
 
 

@@ -69,7 +69,7 @@ class Zero3Order:
         self._gradients, self._released, self._sums = gradients, released, sums
         self._coordinator = optimizer.parameter_offload.get_param_coordinator()
         self._epilogue, self._reducing = gradients.epilogue, gradients.reducing
-        gradients.epilogue, gradients.partition = self._end_backward, self._partition
+        gradients.epilogue, gradients.take_shares = self._end_backward, self._take_shares
         patch(self._coordinator, _EVENTS, deque(maxlen=0), library=DEEPSPEED, source_hash=None)
         for one in optimizer.persistent_parameters:
             if one.ds_zero_partition_world_size > 1:
@@ -105,7 +105,7 @@ class Zero3Order:
         self._streams.current_stream().wait_stream(self._reducing)
 
     @torch.no_grad()
-    def _partition(self, parameters: Sequence[Any], shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _take_shares(self, parameters: Sequence[Any], shares: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `partition_grads` on the GPU, by one kernel for all."""
         taken, targets = [], []
         for parameter, share in self._gradients.real(parameters, shares):
@@ -207,22 +207,23 @@ def passes_of(
     strategy: Strategy,
     objective: Objective,
     apart: Sequence[torch.Tensor],
-    zero3: tuple[Gradients, Released] | None,
+    released: Released | None,
 ) -> Passes:
     """The recorded passes of DeepSpeed's engine.
 
-    `apart`: trained parameters that DeepSpeed does not see. `zero3`: memory of ZeRO-3 that is used again.
+    `apart`: trained parameters that DeepSpeed does not see. `released`: what ZeRO-3 has released.
     """
     if strategy.stage == 0:
         weights = [*trainable(objective).values(), *apart]
         frozen = any(not weight.requires_grad for weight in objective.parameters())
         stay = gradients_stay(strategy, adapters=frozen)
         return PlainPasses(engine, objective, weights, stay=stay)
-    if zero3 is None:
+    if released is None:
         order: Zero12Order | Zero3Order = Zero12Order(engine.optimizer)
     else:
         parameters, sums = [*objective.parameters()], strategy.accumulation > 1
-        order = Zero3Order(engine.optimizer, parameters, *zero3, sums=sums)
+        gradients = Gradients(engine.optimizer)
+        order = Zero3Order(engine.optimizer, parameters, gradients, released, sums=sums)
     return HookedPasses(engine, strategy, objective, apart, order)
 
 
