@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardwise.engines.deepspeed.policy import decides_on_gpu, records
-from shardwise.engines.deepspeed.runtime import gradients, recorded
+from shardwise.engines.deepspeed.runtime import engine, gradients, recorded
 from shardwise.engines.deepspeed.runtime.gradients import Gradients
 from shardwise.engines.deepspeed.runtime.recorded import Zero3Order, _Recorded
 from shardwise.engines.deepspeed.runtime.zero3 import Released
@@ -231,6 +231,31 @@ def test_the_only_gradients_of_a_step_go_to_the_host_once(zero3: Any) -> None:
     assert {number: float(norm) for number, norm in zero3.norm_for_param_grads.items()} == {1: 5.0}
     assert zero3.norm_for_param_grads[1].dtype == torch.float32
     assert [one.grad for one in two] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("change", "made"),
+    [
+        ({"offload_optimizer": "cpu"}, [True]),
+        ({"offload_optimizer": "cpu", "accumulation": 2}, [False]),
+        ({"offload_optimizer": "cpu", "precision": "fp16"}, [False]),
+        ({"offload_optimizer": "nvme"}, [False]),
+        ({}, []),  # recorded passes make their own; others have DeepSpeed's order
+        ({"shard_group": 2}, []),
+    ],
+    ids=str,
+)
+def test_offloaded_gradients_are_ordered_and_the_only_ones_sent_once(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], made: list[bool]
+) -> None:
+    found: list[bool] = []
+    for name in ("use_joint_norms", "gather_in_place", "release_in_order"):
+        monkeypatch.setattr(engine, name, lambda *_: "released")
+    monkeypatch.setattr(engine, "Gradients", lambda _, to_host: found.append(to_host))
+    world = SimpleNamespace(device=torch.device("cuda"))
+    ours = SimpleNamespace(world=world, _strategy=replace(ZERO[3], **change), _optimizer=None)
+    engine.DeepSpeedEngine._patch_optimizer(ours, [])  # type: ignore[arg-type]
+    assert found == made
 
 
 @pytest.mark.parametrize(
