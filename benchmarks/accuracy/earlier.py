@@ -99,8 +99,8 @@ OWN_ADAMW = "2026-11-30T21:40"
 they are. No row of `ddp-zero1` from before counts."""
 
 ORDERED = "2026-12-01T00:50"
-"""Since then gradients of ZeRO-3 wait on the GPU for their reduction in all passes, those of one micro-batch
-go to the host once, and with an optimizer there a bucket is smaller."""
+"""Since then, with an optimizer that is not on the GPU, gradients of ZeRO-3 wait there for their reduction,
+those of one micro-batch go to the host once, and a bucket is smaller."""
 
 TRUSTED = "2026-12-01T01:30"
 """Since then the host searches no gradients of an offloaded ZeRO-1 or 2 for values that are not finite."""
@@ -171,7 +171,7 @@ def _of_deepspeed(strategy: Strategy, date: str, *, lora: bool) -> dict[str, boo
         "sums": hooked <= date < (ALL_HOOKED if alone else SUMMED) and policy.records(strategy) and not third,
         "groups": third and date < SUMMED,
         "parts": first and date < ALL_HOOKED,
-        "marked": third and date < ORDERED,
+        "marked": third and not policy.steps_on_gpu(strategy) and date < ORDERED,
         "buckets": not policy.steps_on_gpu(strategy) and date < ORDERED,
         "searched": 0 < strategy.stage < 3 and not policy.steps_on_gpu(strategy) and date < TRUSTED,
         "handed": alone and ALSO_RECORDED <= date < ALL_HOOKED,

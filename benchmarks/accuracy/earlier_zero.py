@@ -9,12 +9,11 @@ from shardwise import strategy as strategies
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.deepspeed.config import SUB_GROUP_OF_HOST, sums_in_fp32
 from shardwise.engines.deepspeed.memory import zero3
-from shardwise.engines.deepspeed.memory.coordinator import Held
+from shardwise.engines.deepspeed.memory.coordinator import Marked
 from shardwise.engines.deepspeed.memory.zero012 import Zero0Memory, Zero12Memory
 from shardwise.engines.deepspeed.memory.zero3 import Zero3Memory
 from shardwise.engines.deepspeed.time import REDUCED, Zero0, Zero12
 from shardwise.job.schema import BUCKET
-from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.gpu import GRADIENTS, OPTIMIZER, GpuMemory
 from shardwise.simulate.step_trace import FP32, FP64
 from shardwise.simulate.time import collectives as communication
@@ -82,51 +81,24 @@ def _gradients_at_once(engine: Zero0Memory, memory: GpuMemory) -> None:
     engine._gradients.clear()
 
 
-class _Marked(Held):
-    """Gradients that are free when the GPU has come so far, as the allocator finds (record_stream).
-
-    Assumed was until the next unit begins, and with copies to the host until a bucket has been issued.
-    """
-
-    def __init__(self, *, offload: bool) -> None:
-        super().__init__()
-        self._offload = offload
-        self._deferred: list[DeferredFree] = []
-
-    def mark(self, memory: GpuMemory) -> None:
-        self._deferred += [memory.give_later(one) for one in self.latest if one]
-        self.latest = []
+class _UntilIssued(Marked):
+    """With copies to the host assumed was until a bucket has been issued."""
 
     def advance(self, memory: GpuMemory) -> None:
-        if not self._offload:
-            self.end(memory)
-
-    def end(self, memory: GpuMemory) -> None:
-        memory.complete(*self._deferred)
-        self._deferred = []
+        pass
 
 
-_ZERO3, _COLLECT, _REDUCE = (getattr(Zero3Memory, name) for name in ("__init__", "_collect", "_reduce"))
+_ZERO3, _REDUCE = Zero3Memory.__init__, Zero3Memory._reduce
 
 
 def _with_marks(engine: Zero3Memory, *args: Any) -> None:
     _ZERO3(engine, *args)
-    if not engine._coordinator.recorded:
-        engine._coordinator.gradients = _Marked(offload=engine._offload)
-
-
-def _marked(engine: Zero3Memory, *args: Any) -> None:
-    _COLLECT(engine, *args)
-    if isinstance(held := engine._coordinator.gradients, _Marked):
-        held.mark(args[0])
+    engine._coordinator.gradients = _UntilIssued()
 
 
 def _reduce_and_free(engine: Zero3Memory, memory: GpuMemory) -> None:
     _REDUCE(engine, memory)
-    if isinstance(held := engine._coordinator.gradients, _Marked):
-        held.mark(memory)
-        if engine._offload:
-            held.end(memory)
+    engine._coordinator.gradients.end(memory)
 
 
 _REDUCE12 = Zero12.reduce
@@ -150,7 +122,6 @@ PATCHES: dict[str, list[Any]] = {
     "groups": [patch.object(zero3, "sub_group", lambda _: SUB_GROUP_OF_HOST)],
     "marked": [
         patch.object(Zero3Memory, "__init__", _with_marks),
-        patch.object(Zero3Memory, "_collect", _marked),
         patch.object(Zero3Memory, "_reduce", _reduce_and_free),
         patch.object(policy, "sends_once", lambda _: False),
     ],

@@ -119,8 +119,9 @@ def fit_of(
     except (JobError, MachineError) as error:  # the findings about the files stay
         return _unavailable(error)
     found = _planned(plan, asked.file, nearest)
-    offloads = found.option is not None and found.option.strategy.offload_optimizer != "none"
-    assumed = (*asked.assumed, *drawn.assumed, OWN_LOOP, *([OWN_ORDER] if offloads else []))
+    strategy = found.option.strategy if found.option else None
+    orders = strategy is not None and strategy.stage == 3 and strategy.offload_optimizer != "none"
+    assumed = (*asked.assumed, *drawn.assumed, OWN_LOOP, *([OWN_ORDER] if orders else []))
     return replace(found, assumed=assumed, left_out=asked.left_out)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.engines.deepspeed import policy
+from shardwise.simulate.memory.allocator import DeferredFree
 from shardwise.simulate.memory.gpu import WEIGHTS, GpuMemory
 from shardwise.simulate.memory.pool import Block
 from shardwise.simulate.step_trace import BACKWARD, FORWARD, StepTrace
@@ -52,28 +53,43 @@ def calls_of(trace: StepTrace) -> list[int]:
     return calls + backward[:1] + [MODEL] + backward[1:]
 
 
-@dataclass
 class Held:
-    """Memory that is given while module m runs, and free when m+2 begins (runtime: Released, Gradients).
+    """Memory that is added while module m runs, and free when m+2 begins (runtime: Released, Gradients)."""
 
-    With `short` when m+1 begins: assumed of what the allocator keeps until the GPU has come so far.
-    """
+    def __init__(self) -> None:
+        self._latest: list[Block | None] = []
+        self._earlier: list[Block | None] = []
 
-    short: bool = False
-    latest: list[Block | None] = field(default_factory=list)
-    earlier: list[Block | None] = field(default_factory=list)
+    def add(self, memory: GpuMemory, *blocks: Block | None) -> None:
+        self._latest += blocks
 
     def advance(self, memory: GpuMemory) -> None:
         """A module begins."""
-        memory.give(*self.earlier)
-        self.earlier, self.latest = self.latest, []
-        if self.short:
-            memory.give(*self.earlier)
-            self.earlier = []
+        memory.give(*self._earlier)
+        self._earlier, self._latest = self._latest, []
 
     def end(self, memory: GpuMemory) -> None:
         self.advance(memory)
         self.advance(memory)
+
+
+class Marked:
+    """Memory that is free when the GPU has come so far, as the allocator finds (record_stream).
+
+    That depends on how far the host is ahead of it. Assumed is until the next module begins.
+    """
+
+    def __init__(self) -> None:
+        self._frees: list[DeferredFree] = []
+
+    def add(self, memory: GpuMemory, *blocks: Block) -> None:
+        self._frees += map(memory.give_later, blocks)
+
+    def end(self, memory: GpuMemory) -> None:
+        memory.complete(*self._frees)
+        self._frees = []
+
+    advance = end
 
 
 class Coordinator:
@@ -102,7 +118,8 @@ class Coordinator:
         self._released_at: dict[tuple[int, int], frozenset[int]] = {}
         self.recorded = policy.records_passes(trace, strategy)
         self._released = Held()
-        self.gradients = Held(short=not self.recorded and policy.steps_on_gpu(strategy))
+        ordered = self.recorded or not policy.steps_on_gpu(strategy)
+        self.gradients: Held | Marked = Held() if ordered else Marked()
         self._homes = self.persistent if self.recorded else set()
         """Parameters that are gathered into memory which stays, as graphs read it."""
 
@@ -258,7 +275,7 @@ class Coordinator:
         for parameter in parameters:
             if parameter in self._gathered:
                 self.copy_to_group(memory, parameter)
-                self._released.latest.append(self._gathered.pop(parameter))
+                self._released.add(memory, self._gathered.pop(parameter))
                 self._live -= self._numel[parameter]
 
     def _not_needed_soon(self, unit: int) -> frozenset[int]:

@@ -190,7 +190,7 @@ class Zero3Memory(EngineMemory):
             self._reduce(memory)
         self._bucket.add([parameter], numel)
         if self._bucket.has_room_for(numel):
-            self._coordinator.gradients.latest.append(block)
+            self._coordinator.gradients.add(memory, block)
         else:
             self._oversized.append(block)
 
@@ -216,7 +216,7 @@ class Zero3Memory(EngineMemory):
             for numel in parts:
                 self._to_host(memory, numel)
         memory.give(*fp32_parts, flat, recast)
-        self._coordinator.gradients.latest += self._oversized
+        self._coordinator.gradients.add(memory, *self._oversized)
         self._oversized = []
         self._bucket.clear()
 

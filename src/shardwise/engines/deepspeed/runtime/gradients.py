@@ -1,7 +1,7 @@
 """Gradients of ZeRO-3 that wait for their reduction on the GPU, and their way to the host (decision 0112).
 
 For passes that are recorded, and for an optimizer that is not on the GPU. Others have DeepSpeed's order: over
-a slow network a reduction takes longer than the two modules for which gradients are kept here.
+a slow network a reduction takes longer than the module that it hides behind here.
 """
 
 from collections import deque
