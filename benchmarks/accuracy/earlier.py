@@ -11,22 +11,24 @@ from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from assets import LONGEST, ROWS
 from earlier_zero import PATCHES
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.engines.deepspeed import policy
 from shardwise.engines.fsdp2 import memory as fsdp2_memory
 from shardwise.engines.fsdp2 import time as fsdp2_time
 from shardwise.engines.single import memory as single_memory
 from shardwise.engines.single import time as single_time
-from shardwise.kernels import fused, linear_cross_entropy
+from shardwise.kernels import fused, linear_cross_entropy, lora_linear, lora_mlp
 from shardwise.models import build, own_attention
 from shardwise.models.catalog import lookup
 from shardwise.models.families import FAMILIES, Packing
 from shardwise.models.structure import find_blocks
 from shardwise.objective import causal_lm
 from shardwise.objective.causal_lm import CausalLM
+from shardwise.simulate.memory import recorded
 from shardwise.simulate.step_trace import FP32
 from shardwise.simulate.time.roofline import table
 from shardwise.simulate.time.schedule import NORM_BYTES, Schedule, converted
@@ -105,6 +107,10 @@ those of one micro-batch go to the host once, and a bucket is smaller."""
 TRUSTED = "2026-12-01T01:30"
 """Since then the host searches no gradients of an offloaded ZeRO-1 or 2 for values that are not finite."""
 
+JOINED = "2026-12-01T04:36"
+"""Since then LoRA layers with one input are one node, their products scale the reduced values, and `single`
+adds gradients of adapters to nothing where a step has one micro-batch."""
+
 MASKED = "2026-11-26T18:20"
 """Since then models of these types get our masks; before, transformers made them from the positions."""
 
@@ -127,8 +133,8 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
 
     Of `attention`, `sinks`, `experts`, `masks`, `unmasked`, `heads`, `mlp`, `gelu`, `logits`, `passes`,
     `gathers`, `waits`, `hooks`, `norms`, `sums`, `groups`, `parts`, `kept`, `adamw`, `marked`, `buckets`,
-    `searched`, and two that are predicted as of today: `codes`, and `handed`, gradients of adapters that
-    DeepSpeed got after the passes.
+    `searched`, `joined`, `stayed`, and two that are predicted as of today: `codes`, and `handed`, gradients
+    of adapters that DeepSpeed got after the passes.
     """
     row, date = measured.get("row", {}), str(measured.get("date"))
     model, lora = lookup(row.get("model", "")), bool(row.get("lora"))
@@ -150,6 +156,8 @@ def earlier_kernels(measured: Mapping[str, Any]) -> frozenset[str]:
         "codes": row.get("quantization") == "int8" and date < UNPACKED,
         "kept": engine == "fsdp2" and date < ALL_HOOKED and _keeps_gathered(_strategy(strategy)),
         "adamw": date < OWN_ADAMW,
+        "joined": lora and date < JOINED,
+        "stayed": lora and date < JOINED and engine == "single" and strategy["accumulation"] == 1,
         "passes": date < _recorded_since(_strategy(strategy), lora=lora) if strategy else False,
     }
     if engine == "deepspeed":
@@ -230,6 +238,10 @@ def _as_torchs(of: str) -> Any:
     return patch.dict(table()[of], adamw=table()[of]["fused_adamw"])
 
 
+def _scaled_apart(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    return torch.mm(left, right).mul_(scaling)
+
+
 def _norm_in_fp32(schedule: Schedule, elements: float, *, gradient: int = FP32) -> None:
     if gradient < FP32:
         schedule.streams.move(converted(gradient, FP32) * elements, "foreach_copy")
@@ -261,6 +273,11 @@ def _patches() -> dict[str, list[Any]]:
             patch.object(module, "released", lambda s, *, backward, last: s.reshard or (backward and last))
             for module in (fsdp2_memory, fsdp2_time)
         ],
+        "joined": [
+            patch.object(fused, "share_inputs", lambda _: None),
+            *(patch.object(module, "scaled", _scaled_apart) for module in (lora_linear, lora_mlp)),
+        ],
+        "stayed": [patch.object(recorded, "gradients_stay", lambda *_, adapters: adapters)],
         **PATCHES,
         "logits": [patch.object(linear_cross_entropy, "aligned_width", lambda entries, _: entries)],
     }

@@ -47,7 +47,7 @@ BOUNDS = {"reserved": (0.02, 0.05), "step": (0.10, 0.20)}
 
 NOT_TRACED = frozenset(
     {"passes", "codes", "gathers", "waits", "hooks", "norms", "sums", "groups", "parts", "kept"}
-    | {"adamw", "marked", "buckets", "searched", "handed"}
+    | {"adamw", "marked", "buckets", "searched", "handed", "stayed"}
 )
 """Of `earlier_kernels`, those that no trace depends on."""
 

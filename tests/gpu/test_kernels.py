@@ -241,7 +241,7 @@ def test_a_fused_mlp_changes_neither_loss_nor_gradients(model_type):
     assert all(error(fused[1][name], gradient) <= 1e-4 for name, gradient in plain[1].items())
 
 
-@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), MLP])
+@pytest.mark.parametrize("targets", [("o_proj", "down_proj"), ("q_proj", "k_proj", "v_proj"), MLP])
 def test_bf16_is_fp32_but_for_rounding(targets):
     model = tiny("llama", torch.bfloat16, targets)
     exact = copy.deepcopy(model).float()  # on the GPU: Liger's rotary embedding is now every Llama's here

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,14 @@ def model_of(name: str, **settings: Any) -> Model:
     return Model(source=name, weights="random", config=layers, **settings)
 
 
-def micro_batches(vocabulary: int) -> list[MicroBatch]:
+def micro_batches(
+    vocabulary: int, lengths: Sequence[int] = LENGTHS, rows: Sequence[tuple[tuple[int, ...], ...]] = ROWS
+) -> list[MicroBatch]:
+    """One of each entry of `rows`, whose numbers are those of samples of these lengths."""
     generator = torch.Generator().manual_seed(3)
-    drawn = [torch.randint(3, vocabulary, (length,), generator=generator) for length in LENGTHS]
+    drawn = [torch.randint(3, vocabulary, (length,), generator=generator) for length in lengths]
     pairs = [(ids, torch.cat([ids[1:], torch.tensor([IGNORED])])) for ids in drawn]
-    return [packed(pairs, rows=rows, length=LENGTH).to(torch.device("cuda")) for rows in ROWS]
+    return [packed(pairs, rows=one, length=LENGTH).to(torch.device("cuda")) for one in rows]
 
 
 def engine_of(

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.lora_mlp import fuse_lora_mlps
+from shardwise.kernels.lora_shared import share_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,9 +55,12 @@ def fuse_adapters(model: nn.Module, liger: Collection[str]) -> list[str]:
 
     Last: an MLP keeps the forward that it has now for calls that it cannot fuse.
     """
-    applied = ["lora_linear"] if fuse_lora(model) else []
+    if not fuse_lora(model):
+        return []
     gated = [name for name in _GATED if name in liger]
-    return [*applied, "lora_mlp"] if gated and fuse_lora_mlps(model, gelu=gated == ["geglu"]) else applied
+    fused = bool(gated) and fuse_lora_mlps(model, gelu=gated == ["geglu"]) > 0
+    share_inputs(model)
+    return ["lora_linear", *["lora_mlp"] * fused]
 
 
 def _apply_liger(model: PreTrainedModel, kernels: Collection[str]) -> list[str]:

@@ -1,16 +1,19 @@
-"""LoRA's linear layer in one autograd node, without the extra passes over its outputs.
+"""LoRA's linear layers in one autograd node, without the extra passes over inputs and outputs.
 
     y = x W^T + b + s (x A^T) B^T,  W and b frozen; W may be a quantised one
 
 PEFT writes the update to a tensor of its own, scales it into a second and adds it into a third; autograd
 then adds two gradients for x. Here the product with W adds itself to the update, and that of dy to the
 update's gradient: it reads the summand while it computes (benchmarks/lora_linear). Per token and layer about
-5 (inputs + outputs) fewer values are moved than by PEFT.
+5 (inputs + outputs) fewer values are moved than by PEFT. Layers that read the same input, as those of query,
+key and value do, are one node: x is read once for all A, and has one gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -106,42 +109,79 @@ def _forward(self: PeftLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     parts = None if args or kwargs else parts_of(self, x.dtype)
     if parts is None:
         return type(self).forward(self, x, *args, **kwargs)
-    given = x, parts.bias, parts.a, parts.b, parts.scaling, parts.unpack
-    y = LoraLinear.apply(*given, *parts.stored)
+    return outputs(x, [parts])[0]
+
+
+def outputs(x: Tensor, layers: Sequence[Parts]) -> list[Tensor]:
+    """[..., O] of each layer, for x [..., I] and layers with one scaling."""
+    tensors = [one for part in layers for one in (part.a, part.b, *part.stored)]
+    how = [(part.unpack, len(part.stored)) for part in layers]
+    ys = LoraLinear.apply(x, layers[0].scaling, [part.bias for part in layers], how, *tensors)
     # Here, not in the node: a view that a node returns cannot be changed in place, as Falcon's block does.
-    return y.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
+    return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
 class LoraLinear(torch.autograd.Function):
-    """(x [..., I], b [O] or None, A [R, I], B [O, R], stored W [O, I]) to y [tokens, O].
+    """x [..., I] to y [tokens, O] of each layer.
 
-    Saves x, s x A^T and the stored weight.
+    Of each, `biases` has b [O] or None, and `tensors` has A [R, I], B [O, R] and the stored W [O, I].
+    Saves x, s x A^T of all layers in one tensor, and `tensors`.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float, unpack: Unpack,
-        *stored: Tensor,
-    ) -> Tensor:  # fmt: skip
-        rows = x.reshape(-1, x.shape[-1])
-        reduced = torch.mm(rows, a.t()).mul_(scaling)
-        y = torch.mm(reduced, b.t()) if bias is None else torch.addmm(bias, reduced, b.t())
-        y.addmm_(rows, unpack(*stored).t())
-        ctx.save_for_backward(rows, reduced, a, b, *stored)
-        ctx.scaling, ctx.unpack, ctx.shape = scaling, unpack, x.shape
-        return y
+        ctx: Any, x: Tensor, scaling: float, biases: list[Tensor | None], how: list[tuple[Unpack, int]],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        rows, layers = x.reshape(-1, x.shape[-1]), _by_layer(tensors, how)
+        reduced = scaled(rows, _joined([a for a, *_ in layers]).t(), scaling)
+        ys = []
+        each = zip(layers, biases, _parts(reduced, layers, 1), strict=True)
+        for (_, b, unpack, stored), bias, part in each:
+            y = torch.mm(part, b.t()) if bias is None else torch.addmm(bias, part, b.t())
+            ys.append(y.addmm_(rows, unpack(*stored).t()))
+        ctx.save_for_backward(rows, reduced, *tensors)
+        ctx.scaling, ctx.how, ctx.shape = scaling, how, x.shape
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        rows, reduced, a, b, *stored = ctx.saved_tensors
-        dy = grad_y.reshape(-1, grad_y.shape[-1])
-        dx = da = db = None
-        if ctx.needs_input_grad[0] or ctx.needs_input_grad[2]:
-            d_reduced = torch.mm(dy, b).mul_(ctx.scaling)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, reduced, *tensors = ctx.saved_tensors
+        layers = _by_layer(tensors, ctx.how)
+        dys = [dy.reshape(-1, dy.shape[-1]) for dy in gradients]
+        d_parts = [scaled(dy, b, ctx.scaling) for dy, (_, b, *_) in zip(dys, layers, strict=True)]
+        d_reduced = _joined(d_parts, 1)
+        dx = None
         if ctx.needs_input_grad[0]:
-            dx = torch.mm(d_reduced, a).addmm_(dy, ctx.unpack(*stored)).view(ctx.shape)
-        if ctx.needs_input_grad[2]:
-            da = torch.mm(d_reduced.t(), rows)
-        if ctx.needs_input_grad[3]:
-            db = torch.mm(dy.t(), reduced)
-        return dx, None, da, db, None, None, *(None for _ in stored)
+            dx = torch.mm(d_reduced, _joined([a for a, *_ in layers]))
+            for dy, (*_, unpack, stored) in zip(dys, layers, strict=True):
+                dx.addmm_(dy, unpack(*stored))
+            dx = dx.view(ctx.shape)
+        da = _parts(torch.mm(d_reduced.t(), rows), layers, 0)
+        adapters: list[Tensor | None] = []
+        for dy, one, part, (*_, stored) in zip(dys, da, _parts(reduced, layers, 1), layers, strict=True):
+            own = one if len(layers) == 1 else one.clone()  # engines free and flatten them one by one
+            adapters += [own, torch.mm(dy.t(), part), *(None for _ in stored)]
+        return dx, None, None, None, *adapters
+
+
+def scaled(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """Scaling (left right), by the product's kernel and rounded once; `right[0]` is not read."""
+    return torch.addmm(right[0], left, right, beta=0, alpha=scaling)
+
+
+def _by_layer(tensors: Sequence[Any], how: list[tuple[Unpack, int]]) -> list[tuple[Any, ...]]:
+    """(A, B, unpack, stored weight) of each layer."""
+    rest, found = iter(tensors), []
+    for unpack, count in how:
+        a, b, *stored = islice(rest, 2 + count)
+        found.append((a, b, unpack, stored))
+    return found
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _parts(joined: Tensor, layers: list[tuple[Any, ...]], dim: int) -> Sequence[Tensor]:
+    return joined.split([a.shape[0] for a, *_ in layers], dim)

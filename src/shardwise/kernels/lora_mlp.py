@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.kernels.lora_linear import Parts, is_fused, parts_of
+from shardwise.kernels.lora_linear import Parts, is_fused, parts_of, scaled
 from shardwise.kernels.target import run_on_cuda
 
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
@@ -76,11 +76,11 @@ class LoraMlp(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         rows = x.reshape(-1, x.shape[-1])
         w_gate, w_up, w_down = _split(stored, counts)
-        reduced = torch.mm(rows, torch.cat([a_gate, a_up]).t()).mul_(scalings[0])
+        reduced = scaled(rows, torch.cat([a_gate, a_up]).t(), scalings[0])
         gate = torch.mm(rows, unpack[0](*w_gate).t())
         up = torch.mm(rows, unpack[1](*w_up).t())
         hidden = lora_gated(gate, up, reduced, b_gate, b_up, gelu)
-        reduced_down = torch.mm(hidden, a_down.t()).mul_(scalings[1])
+        reduced_down = scaled(hidden, a_down.t(), scalings[1])
         y = torch.mm(reduced_down, b_down.t()).addmm_(hidden, unpack[2](*w_down).t())
         matrices = a_gate, b_gate, a_up, b_up, a_down, b_down
         ctx.save_for_backward(rows, gate, up, reduced, reduced_down, *matrices, *stored)
@@ -94,12 +94,12 @@ class LoraMlp(torch.autograd.Function):
         gelu, scalings, unpack, counts = ctx.how
         w_gate, w_up, w_down = _split(stored, counts)
         dy, rank = grad_y.reshape(-1, grad_y.shape[-1]), b_gate.shape[1]
-        d_reduced = torch.mm(dy, b_down).mul_(scalings[1])
+        d_reduced = scaled(dy, b_down, scalings[1])
         hidden = torch.mm(dy, unpack[2](*w_down))  # its gradient, without the update's part
         lora_gated_backward(gate, up, hidden, reduced, b_gate, b_up, d_reduced, a_down, gelu)
         da_down, db_down = torch.mm(d_reduced.t(), hidden), torch.mm(dy.t(), reduced_down)
         del hidden
-        d_both = torch.cat([torch.mm(gate, b_gate), torch.mm(up, b_up)], dim=1).mul_(scalings[0])
+        d_both = torch.cat([scaled(gate, b_gate, scalings[0]), scaled(up, b_up, scalings[0])], dim=1)
         db_gate, db_up = torch.mm(gate.t(), reduced[:, :rank]), torch.mm(up.t(), reduced[:, rank:])
         da = torch.mm(d_both.t(), rows)
         dx = None

@@ -105,7 +105,7 @@ def fit_of(
 
     JobError if the model or the changes are wrong.
     """
-    asked = next(translate(setup), None) or _of_scripts(setup)
+    asked = next(translate(setup, as_it_runs=True), None) or _of_scripts(setup)
     if isinstance(asked, str):
         return Fit(unavailable=asked)
     drawn = sketch(model, [*asked.changes, *changes], world_size=hardware.world_size)

@@ -44,18 +44,22 @@ class Translated:
     left_out: tuple[str, ...] = ()  # settings that are simulated with another value, or not simulated
 
 
-def translate(setup: Setup) -> Iterator[Translated]:
-    """Translate each configuration of the setup, whose `world_size` must be known."""
+def translate(setup: Setup, *, as_it_runs: bool = False) -> Iterator[Translated]:
+    """Translate each configuration of the setup, whose `world_size` must be known.
+
+    `as_it_runs`: a file that leaves `overlap_comm` out has DeepSpeed's default, not a job's.
+    """
     for document in (*setup.of("deepspeed"), *setup.of("accelerate")):
         if document.kind == "deepspeed":
-            yield _deepspeed(document, setup)
+            yield _deepspeed(document, setup, as_it_runs=as_it_runs)
         elif document.section(DS) and not document.get(DS, FILE):
-            yield _deepspeed(replace(document, values=as_deepspeed(document)), setup)
+            made = replace(document, values=as_deepspeed(document))
+            yield _deepspeed(made, setup, as_it_runs=as_it_runs)
         elif document.section(FSDP):
             yield _fsdp(document, setup)
 
 
-def _deepspeed(document: Document, setup: Setup) -> Translated:
+def _deepspeed(document: Document, setup: Setup, *, as_it_runs: bool) -> Translated:
     degree = max(1, degree_of(document))
     stage, assumed = stage_of(document), []
     if stage is None:
@@ -71,7 +75,8 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
         "offload_parameters": place(document, PARAMETERS) if stage == 3 else "none",
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
-    waits = stage == 2 and document.get(ZERO, "overlap_comm") is False
+    overlaps = document.get(ZERO, "overlap_comm")
+    waits = stage == 2 and (overlaps is False or (as_it_runs and overlaps is None))
     if document.get(ZERO, "reduce_bucket_size") == AUTO:  # a job leaves it out
         bucket = Strategy(**strategy).bucket_size
     else:
@@ -87,7 +92,7 @@ def _deepspeed(document: Document, setup: Setup) -> Translated:
     clip = document.number("gradient_clipping")
     batch = _batch(document, setup, assumed, degree=degree)
     changes = [f"optimizer.clip_norm={1.0 if clip is None else clip}", *batch, *_script(setup, assumed)]
-    left_out = tuple(_left_out(document, stage, bucket))
+    left_out = tuple(_left_out(document, stage, bucket, as_it_runs=as_it_runs))
     return replace(_translated(document, strategy, precision, changes, assumed), left_out=left_out)
 
 
@@ -204,7 +209,7 @@ def _targets(setup: Setup, assumed: list[str]) -> list[str]:
     return []
 
 
-def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
+def _left_out(document: Document, stage: int, bucket: int, *, as_it_runs: bool) -> list[str]:
     """Settings with a value that the simulator does not support."""
     simulated = {"reduce_bucket_size": bucket}
     at_3 = {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
@@ -220,8 +225,10 @@ def _left_out(document: Document, stage: int, bucket: int) -> list[str]:
         if value is True or value not in (None, False, 1, AUTO):  # 1: a group of one, or all of the optimizer
             found.append(f"{'.'.join(key)}: not simulated")
     found += [f"{'.'.join(key)}: DeepSpeed has no such key" for key in unknown_keys(document)]
-    if stage in (1, 3) and document.get(ZERO, "overlap_comm") is False:
-        found.append("overlap_comm false: simulated with true")
+    overlaps = document.get(ZERO, "overlap_comm")
+    if (stage == 1 and overlaps is None and as_it_runs) or (stage in (1, 3) and overlaps is False):
+        default = "" if overlaps is False else ", DeepSpeed's default"
+        found.append(f"overlap_comm false{default}: simulated with true")
     kind = str(document.get("optimizer", "type") or "AdamW")
     if kind.lower() not in ("adam", "adamw"):
         found.append(f"optimizer {kind}: simulated with AdamW")

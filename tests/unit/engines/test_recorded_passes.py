@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from shardwise.data.batch import Layout, MicroBatch
-from shardwise.engines.runtime.recorded import LEAST_BORDERS, RecordedPasses, padded
+from shardwise.engines.runtime import recorded as module
+from shardwise.engines.runtime.recorded import LEAST_BORDERS, OFTEN, Kind, RecordedPasses, padded
 from shardwise.errors import JobError
 
 
@@ -97,3 +99,84 @@ def test_what_ended_a_capture_is_said_not_what_followed(
     vars(recorded).update(given)
     with pytest.raises(found, match=says):
         recorded._record(batch(0, 100, 200))
+
+
+class Logged(RecordedPasses):
+    """Says how each micro-batch was computed, on a CPU."""
+
+    def __init__(self) -> None:
+        given = {"graphs": {}, "waiting": {}, "_borrowed": Counter(), "_masters": []}
+        vars(self).update(given)
+        self.log: list[str] = []
+
+    def settle(self) -> None:
+        pass
+
+    def place(self) -> Any:
+        return nullcontext()
+
+    def passes(self, batch: MicroBatch) -> torch.Tensor:
+        self.log.append("usual")
+        return torch.zeros(())
+
+    def _record(self, batch: MicroBatch) -> Any:
+        def replay() -> None:
+            borders = graph.batch.cu_seqlens.unique().tolist()
+            self.log.append(f"{len(graph.batch.cu_seqlens)}x{batch.max_seqlen} {borders}")
+
+        cloned = replace(batch, cu_seqlens=batch.cu_seqlens.clone())
+        graph = SimpleNamespace(replay=replay, batch=cloned, loss=torch.zeros(()), left=[])
+        return graph
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Logged:
+    monkeypatch.setattr(module, "_noting_waits", lambda: nullcontext([]))
+    return Logged()
+
+
+def evenly(length: int, count: int = 4000, **changes: Any) -> MicroBatch:
+    return padded(batch(*range(0, count, length), count, **changes))
+
+
+def test_what_fits_a_recorded_graph_replays_it_until_it_has_come_often(logged: Logged) -> None:
+    wide, narrow = evenly(100), evenly(1000)
+    assert [(len(one.cu_seqlens), one.max_seqlen) for one in (wide, narrow)] == [(64, 128), (16, 1024)]
+    widest = replace(wide, max_seqlen=2000)
+    for one in (widest, widest, narrow, widest):
+        logged.one(one)
+    all_of_wide = [*range(0, 4001, 100)]
+    expected = ["usual", f"64x2000 {all_of_wide}", f"64x2000 {[*range(0, 4001, 1000)]}"]
+    assert logged.log == [*expected, f"64x2000 {all_of_wide}"]
+    for _ in range(OFTEN + 2):
+        logged.one(narrow)
+    assert logged.log[-3:] == ["usual", *[f"16x1024 {[*range(0, 4001, 1000)]}"] * 2]
+
+
+def test_what_fits_no_graph_runs_as_usual(logged: Logged) -> None:
+    """A longer segment, more borders, other rows of a single segment, and all with deterministic kernels."""
+    wide, narrow = evenly(100), evenly(1000)
+    for one in (narrow, narrow, wide, replace(narrow, single_segment_rows=1)):
+        logged.one(one)
+    assert [line == "usual" for line in logged.log] == [True, False, True, True]
+
+
+def test_deterministic_kernels_have_their_own_number_of_borders(logged: Logged) -> None:
+    wide = replace(evenly(100), max_seqlen=2000)
+    logged.one(wide)
+    logged.one(wide)
+    torch.use_deterministic_algorithms(True)
+    try:
+        logged.one(evenly(1000))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert logged.log[-1] == "usual"
+
+
+def test_of_graphs_that_fit_the_least_is_replayed(logged: Logged) -> None:
+    shape = torch.Size([2, 2000])
+    kinds = [Kind(shape, 64, 2000, 0), Kind(shape, 32, 2000, 0), Kind(shape, 32, 1024, 0)]
+    logged.graphs = {kind: SimpleNamespace() for kind in kinds[:2]} | {kinds[2]: None}  # type: ignore[dict-item]
+    assert logged._wider(Kind(shape, 16, 512, 0)) == kinds[1]
+    assert logged._wider(Kind(shape, 16, 512, 0, last=True)) is None
+    assert logged._wider(Kind(torch.Size([1, 2000]), 16, 512, 0)) is None

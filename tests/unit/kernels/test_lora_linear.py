@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from shardwise.kernels.lora_linear import LoraLinear, fuse_lora, plain
+from shardwise.kernels.lora_linear import Parts, fuse_lora, outputs, plain
 
 
 def layers(*, bias=False, **config):
@@ -51,7 +51,7 @@ def test_gradcheck():
         for size in ((4, 7), (6, 7), (6,), (3, 7), (6, 3))
     )
     assert torch.autograd.gradcheck(
-        lambda x, a, up: LoraLinear.apply(x, b, a, up, 1.7, plain, w),
+        lambda x, a, up: outputs(x, [Parts(bias=b, a=a, b=up, scaling=1.7, unpack=plain, stored=(w,))])[0],
         (x.requires_grad_(), a.requires_grad_(), up.requires_grad_()),
     )
 

@@ -21,10 +21,11 @@ LoraConfig(r=8)
 """
 
 
-def planned(*texts: str, gpus: int = 4) -> tuple[dict[str, Any], Any]:
+def planned(*texts: str, gpus: int = 4, as_it_runs: bool = False) -> tuple[dict[str, Any], Any]:
     """The strategy and the job that the files ask for, and what is not in them."""
     documents = tuple(read(text, f"file{index}") for index, text in enumerate(texts))
-    asked = next(translate(Setup(documents=documents, asked_world_size=gpus)))
+    setup = Setup(documents=documents, asked_world_size=gpus)
+    asked = next(translate(setup, as_it_runs=as_it_runs))
     job = sketch("llama-2-7b", asked.changes, world_size=gpus).job
     return job.model_dump(), asked
 
@@ -124,6 +125,18 @@ def test_overlap_is_simulated_as_written_under_zero_2(
     job, asked = planned(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
     assert job["strategy"]["overlap_comm"] is overlaps
     assert asked.left_out == left_out
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_overlap_that_is_left_out_is_deepspeeds_default_where_a_file_is_to_run(stage: int) -> None:
+    """A job that is made from the file, as by `init`, has its own."""
+    config = json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}})
+    job, asked = planned(config, as_it_runs=True)
+    assert job["strategy"]["overlap_comm"] is (stage != 2)
+    simulated = ("overlap_comm false, DeepSpeed's default: simulated with true",)
+    assert asked.left_out == (simulated if stage == 1 else ())
+    job, asked = planned(config)
+    assert (job["strategy"]["overlap_comm"], asked.left_out) == (True, ())
 
 
 def test_sizes_follow_from_each_other() -> None:

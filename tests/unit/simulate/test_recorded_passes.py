@@ -81,19 +81,20 @@ def test_passes_that_wait_for_the_gpu_are_issued_as_usual(adapters: StepTrace) -
     assert time(replace(adapters, host_waits=True)).launch_seconds == pytest.approx(usual.launch_seconds)
 
 
-def test_gradients_stay_and_both_passes_share_a_workspace(adapters: StepTrace) -> None:
+def test_gradients_that_add_up_stay_and_both_passes_share_a_workspace(adapters: StepTrace) -> None:
     first = adapters.events.index((FORWARD, 1)) + 1
     kept = ((ALLOC, 1000, MIB, ACTIVATION), (FREE, 1000))
     trace = replace(adapters, events=(*adapters.events[:first], *kept, *adapters.events[first:]))
     usual, recorded = (memory(replace(trace, one_shape=alike)) for alike in (False, True))
+    several = memory(trace, replace(SINGLE, accumulation=2))
     forward = [
         next(moment.allocated_bytes for moment in found.timeline if moment.where == "block 0 forward")
-        for found in (usual, recorded)
+        for found in (usual, recorded, several)
     ]
-    trained = sum(trace.parameters[index].numel for index in trace.trainable)
     workspace = 32 * MIB  # of the backward pass, from the first step on
-    more = FP32 * trained + TOKENS * trace.tokens + MIN_BLOCK_BYTES
-    assert forward[1] - forward[0] == more - workspace
+    assert forward[1] - forward[0] == TOKENS * trace.tokens + MIN_BLOCK_BYTES - workspace
+    sums = FP32 * sum(trace.parameters[index].numel for index in trace.trainable)
+    assert forward[2] - forward[1] == sums + TOKENS * trace.tokens, "and a second micro-batch"
     assert usual.terms.engine_buffers_bytes == 2 * workspace
     assert recorded.terms.engine_buffers_bytes == workspace + SEED
 
@@ -183,10 +184,10 @@ def test_parameters_that_are_kept_apart_in_fp32_are_no_frozen_ones(layers) -> No
 
 def test_a_single_process_copies_its_shards_once(layers) -> None:
     trace = replace(layers(blocks=16, width=8192, tokens=256, trainable=False), one_shape=True)
-    alone = replace(FSDP2, data_parallel=1)
-    more = time(trace, alone).compute_seconds - time(trace).compute_seconds
+    alone, single = replace(FSDP2, data_parallel=1, accumulation=2), replace(SINGLE, accumulation=2)
+    more = time(trace, alone).compute_seconds - time(trace, single).compute_seconds
     once = 2 * sum(parameter.size_bytes for parameter in trace.parameters) / H100.gpu.memory_bytes_per_second
-    assert more == pytest.approx(2 * once / table()["bandwidth"]["foreach_copy"], rel=0.01), "in both passes"
+    assert more == pytest.approx(4 * once / table()["bandwidth"]["foreach_copy"], rel=0.01), "in all passes"
 
 
 HOOKED = [replace(ZERO2, stage=stage) for stage in (1, 2, 3)]

@@ -1,16 +1,18 @@
 """Passes as CUDA graphs: one call issues a micro-batch, not thousands (decisions 0083, 0088 and 0103).
 
 The first micro-batch of a kind runs as usual, the second is recorded, and from then on they are replayed.
+One that fits a graph with more borders and a longer segment replays that, until its kind has come often.
 Usual passes, those of evaluation too, and recorded ones share a pool of memory and a stream: what one leaves
 the next one takes. Passes in which the host waits for the GPU cannot be recorded, and run as usual.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,12 +22,26 @@ from shardwise.errors import JobError
 
 LEAST_BORDERS = 16
 MOST_GRAPHS = 64  # Each takes some MiB outside of torch's memory; further kinds run as usual
+OFTEN = 8  # Replays of a wider graph, each some milliseconds longer, before a kind gets its own
 WAITS = "called a synchronizing CUDA operation"
 """What torch warns of (c10/cuda/CUDAFunctions.cpp: warn_or_error_on_sync)."""
 
-Kind = tuple[torch.Size | int, ...]
-"""What a graph depends on: shape, number of borders, longest segment, rows of a single segment; under ZeRO
-also whether it is a step's last micro-batch."""
+
+class Kind(NamedTuple):
+    """What a graph depends on."""
+
+    shape: torch.Size
+    borders: int
+    longest: int
+    single_segment_rows: int
+    last: bool = False  # of a step's micro-batches, under ZeRO
+
+    def fits(self, other: "Kind") -> bool:
+        """Whether a micro-batch of this kind is one of `other`, with more empty segments."""
+        longest = self.longest if self.single_segment_rows else other.longest  # such rows are cut by it
+        same = self._replace(borders=other.borders, longest=longest) == other
+        return same and self.borders <= other.borders and self.longest <= other.longest
+
 
 Loss = Callable[[MicroBatch], torch.Tensor]
 
@@ -72,6 +88,7 @@ class RecordedPasses:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.MemPool()  # type: ignore[no-untyped-call]
         self.graphs: dict[Kind, _Graph | None] = {}  # None: the next one is recorded
         self._tokens: dict[torch.Size, list[torch.Tensor]] = {}  # What graphs of a shape read
+        self._borrowed = Counter[Kind]()  # How often a kind replayed a wider one's graph
         self.waiting: dict[Kind, str] = {}  # Kinds that cannot be recorded, and the line that waits
         _ALIVE.add(self)
 
@@ -103,10 +120,25 @@ class RecordedPasses:
             torch.cuda.empty_cache()
 
     def kind(self, batch: MicroBatch) -> Kind:
-        return batch.input_ids.shape, len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows
+        shape, borders = batch.input_ids.shape, len(batch.cu_seqlens)
+        return Kind(shape, borders, batch.max_seqlen, batch.single_segment_rows)
+
+    def _wider(self, kind: Kind) -> Kind | None:
+        """The kind whose graph a micro-batch of a kind without one replays; None: it runs as usual.
+
+        torch's deterministic kernels add up in an order that depends on the number of borders.
+        """
+        often = self._borrowed[kind] >= OFTEN and len(self.graphs) < MOST_GRAPHS
+        if often or kind in self.waiting or torch.are_deterministic_algorithms_enabled():
+            return None
+        fitting = [one for one, graph in self.graphs.items() if graph is not None and kind.fits(one)]
+        return min(fitting, key=lambda one: one.borders * one.longest, default=None)  # blocks of attention
 
     def one(self, batch: MicroBatch) -> torch.Tensor:
         kind = self.kind(batch)
+        if kind not in self.graphs and (other := self._wider(kind)):
+            self._borrowed[kind] += 1
+            kind, batch = other, with_borders(batch, other.borders)
         if kind not in self.graphs:
             if kind not in self.waiting:
                 self.settle()
@@ -189,14 +221,20 @@ def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:
     All ranks have the same kind: NCCL wants a collective recorded on all of them, or on none.
     `separates`: rows of a single segment are computed otherwise than others.
     """
-    own, rows = len(batch.cu_seqlens), batch.input_ids.shape[1]
-    count, longest, single = batch.common or Layout(own, batch.max_seqlen, batch.single_segment_rows)
+    rows = batch.input_ids.shape[1]
+    own = Layout(len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
+    count, longest, single = batch.common or own
     single = single if separates else 0
     if not single:
         longest = min(rows, 1 << (longest - 1).bit_length())
-    more = max(LEAST_BORDERS, 1 << (count - 1).bit_length()) - own
-    borders = torch.cat([batch.cu_seqlens, batch.cu_seqlens[-1:].expand(more)])
-    return replace(batch, cu_seqlens=borders, max_seqlen=longest, single_segment_rows=single)
+    batch = with_borders(batch, max(LEAST_BORDERS, 1 << (count - 1).bit_length()))
+    return replace(batch, max_seqlen=longest, single_segment_rows=single)
+
+
+def with_borders(batch: MicroBatch, count: int) -> MicroBatch:
+    """The same segments, then empty ones."""
+    last = batch.cu_seqlens[-1:].expand(count - len(batch.cu_seqlens))
+    return replace(batch, cu_seqlens=torch.cat([batch.cu_seqlens, last]))
 
 
 @contextmanager

@@ -23,9 +23,10 @@ def own_pool(trace: StepTrace) -> bool:
 def gradients_stay(strategy: Strategy, *, adapters: bool) -> bool:
     """Whether recorded passes add to gradients that are allocated once.
 
-    With accumulation they have to be, and those of adapters are small. Others are made in the passes' pool.
+    With accumulation they have to be, and engines of several GPUs have those of adapters in what they reduce.
+    Others are made in the passes' pool.
     """
-    return adapters or strategy.accumulation > 1
+    return strategy.accumulation > 1 or (adapters and strategy.engine != "single")
 
 
 def keeps_format(strategy: Strategy) -> bool:

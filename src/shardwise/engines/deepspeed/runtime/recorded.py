@@ -255,7 +255,7 @@ class _Recorded(RecordedPasses):
 
     def kind(self, batch: MicroBatch) -> Kind:
         last = bool(self._weights) and self._engine.is_gradient_accumulation_boundary()
-        return *super().kind(batch), last
+        return super().kind(batch)._replace(last=last)
 
     def one(self, batch: MicroBatch) -> torch.Tensor:
         if self._order.ready():
