@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from shardwise.engines.runtime.protocol import Engine, World, build_engine
 from shardwise.job.schema import Lora, Model
 from shardwise.kernels.lora_linear import fuse_lora
+from shardwise.kernels.lora_shared import share_inputs
 from shardwise.kernels.quantized_linear import QuantizedLinear
 from shardwise.models.adapters import dequantize_linears
 from shardwise.models.build import BuiltModel, build_model
@@ -70,6 +71,7 @@ def engine_for(
     built = build(folder, quantization, strategy.precision)
     if fused:
         assert fuse_lora(built.model) == 14
+        share_inputs(built.model)
     module = CausalLM(built.model)
     return build_engine(strategy, module, built.blocks, built.weights.fill, w.OPTIMIZER, world), built
 
