@@ -156,9 +156,16 @@ def test_what_fits_a_recorded_graph_replays_it_until_it_has_come_often(logged: L
 def test_what_fits_no_graph_runs_as_usual(logged: Logged) -> None:
     """A longer segment, more borders, other rows of a single segment, and all with deterministic kernels."""
     wide, narrow = evenly(100), evenly(1000)
-    for one in (narrow, narrow, wide, replace(narrow, single_segment_rows=1)):
+    for one in (narrow, narrow, evenly(2000), wide, replace(narrow, single_segment_rows=1)):
         logged.one(one)
-    assert [line == "usual" for line in logged.log] == [True, False, True, True]
+    assert [line == "usual" for line in logged.log] == [True, False, True, True, True]
+
+
+def test_rows_of_a_single_segment_replay_a_graph_of_their_length() -> None:
+    shape = torch.Size([2, 2000])
+    own = Kind(shape, 16, 1500, 1)
+    assert own.fits(Kind(shape, 32, 1500, 1))
+    assert not own.fits(Kind(shape, 32, 2000, 1))
 
 
 def test_deterministic_kernels_have_their_own_number_of_borders(logged: Logged) -> None:
