@@ -129,7 +129,7 @@ def test_a_micro_batch_that_replays_a_wider_graph_is_a_usual_one(engine: str) ->
         wide, narrow = micro_batches(built.config.vocab_size, lengths, (((0, 1), many), ((0, 1), (0, 1))))
         found.append(train(made, *[[one] for one in (wide, wide, narrow, wide, narrow)], rate=2e-5))
         passes = recorded_passes(made)
-        assert passes is None or [kind.borders for kind in passes.graphs] == [32]
+        assert passes is None or [kind.layout.borders for kind in passes.graphs] == [32]
         end(made)
         del made, built, passes
         gc.collect()

@@ -46,9 +46,9 @@ def test_files_stay_readable(path: Path) -> None:
 
 
 def test_the_source_stays_within_its_budget() -> None:
-    """Blank lines and comments count; only a decision record may raise it (docs/decisions/0111)."""
+    """Blank lines and comments count; only a decision record may raise it (docs/decisions/0113)."""
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCE.rglob("*.py"))
-    assert lines <= 64563
+    assert lines <= 64564
 
 
 def test_packages_that_promise_it_load_without_torch() -> None:

@@ -40,6 +40,10 @@ class MicroBatch:
     common: Layout | None = None
     """One for all ranks, of what they compute at the same time; None: of this alone."""
 
+    @property
+    def layout(self) -> Layout:
+        return Layout(len(self.cu_seqlens), self.max_seqlen, self.single_segment_rows)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to a device, asynchronously where the memory is pinned."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))

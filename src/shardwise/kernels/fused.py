@@ -51,7 +51,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def fuse_adapters(model: nn.Module, liger: Collection[str]) -> list[str]:
-    """Fuse LoRA's layers and, where the MLPs are gated as Liger's kernel of them says, these entirely.
+    """Fuse LoRA's layers, MLPs that are gated as Liger's kernel of them says, and layers with one input.
 
     Last: an MLP keeps the forward that it has now for calls that it cannot fuse.
     """

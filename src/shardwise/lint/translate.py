@@ -76,14 +76,14 @@ def _deepspeed(document: Document, setup: Setup, *, as_it_runs: bool) -> Transla
         "reshard": not (stage == 3 and min(live, reuse) >= FOREVER),
     }
     overlaps = document.get(ZERO, "overlap_comm")
-    waits = stage == 2 and (overlaps is False or (as_it_runs and overlaps is None))
+    waits = overlaps is False or (overlaps is None and as_it_runs and stage < 3)
     if document.get(ZERO, "reduce_bucket_size") == AUTO:  # a job leaves it out
         bucket = Strategy(**strategy).bucket_size
     else:
         bucket = BUCKET if asked is None else int(min(max(asked, LEAST_BUCKET), MOST_BUCKET))
         if stage and (bucket != BUCKET or strategy["offload_optimizer"] != "none"):
             strategy["bucket"] = bucket
-    strategy |= {"overlap_comm": False} if waits else {}
+    strategy |= {"overlap_comm": False} if waits and stage == 2 else {}
     strategy |= {"tensor_parallel": degree} if degree > 1 else {}
     group, world = document.number(ZERO, "zero_hpz_partition_size") or 1, setup.world_size or 1
     if stage == 3 and 1 < group < world and world % group == 0:
@@ -92,7 +92,7 @@ def _deepspeed(document: Document, setup: Setup, *, as_it_runs: bool) -> Transla
     clip = document.number("gradient_clipping")
     batch = _batch(document, setup, assumed, degree=degree)
     changes = [f"optimizer.clip_norm={1.0 if clip is None else clip}", *batch, *_script(setup, assumed)]
-    left_out = tuple(_left_out(document, stage, bucket, as_it_runs=as_it_runs))
+    left_out = tuple(_left_out(document, stage, bucket, waits=waits))
     return replace(_translated(document, strategy, precision, changes, assumed), left_out=left_out)
 
 
@@ -209,7 +209,7 @@ def _targets(setup: Setup, assumed: list[str]) -> list[str]:
     return []
 
 
-def _left_out(document: Document, stage: int, bucket: int, *, as_it_runs: bool) -> list[str]:
+def _left_out(document: Document, stage: int, bucket: int, *, waits: bool) -> list[str]:
     """Settings with a value that the simulator does not support."""
     simulated = {"reduce_bucket_size": bucket}
     at_3 = {"stage3_prefetch_bucket_size": PREFETCH, "stage3_param_persistence_threshold": PERSIST}
@@ -225,9 +225,8 @@ def _left_out(document: Document, stage: int, bucket: int, *, as_it_runs: bool) 
         if value is True or value not in (None, False, 1, AUTO):  # 1: a group of one, or all of the optimizer
             found.append(f"{'.'.join(key)}: not simulated")
     found += [f"{'.'.join(key)}: DeepSpeed has no such key" for key in unknown_keys(document)]
-    overlaps = document.get(ZERO, "overlap_comm")
-    if (stage == 1 and overlaps is None and as_it_runs) or (stage in (1, 3) and overlaps is False):
-        default = "" if overlaps is False else ", DeepSpeed's default"
+    if waits and stage in (1, 3):
+        default = "" if document.get(ZERO, "overlap_comm") is False else ", DeepSpeed's default"
         found.append(f"overlap_comm false{default}: simulated with true")
     kind = str(document.get("optimizer", "type") or "AdamW")
     if kind.lower() not in ("adam", "adamw"):

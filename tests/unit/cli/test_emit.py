@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import types
@@ -473,7 +472,7 @@ def test_the_best_strategy_that_the_launcher_starts_is_taken(
     for launcher in ("torchrun", "deepspeed"):
         assert main(["emit", "job.yaml", "--gpus", "2xH100", "--to", launcher, "--out", launcher]) == 0
     said = "".join(capsys.readouterr())
-    assert re.search("--to deepspeed does not start ddp, the plan's choice: zero[12]\n", said), "as fast"
+    assert "--to deepspeed does not start ddp, the plan's choice: zero1\n" in said
     assert not (tmp_path / "torchrun" / "deepspeed.json").exists()
     assert (tmp_path / "deepspeed" / "deepspeed.json").exists()
     tight = ["--gpus", "4x24GB", "--set", "model.source=meta-llama/Llama-3.1-8B"]

@@ -163,9 +163,9 @@ def test_what_fits_no_graph_runs_as_usual(logged: Logged) -> None:
 
 def test_rows_of_a_single_segment_replay_a_graph_of_their_length() -> None:
     shape = torch.Size([2, 2000])
-    own = Kind(shape, 16, 1500, 1)
-    assert own.fits(Kind(shape, 32, 1500, 1))
-    assert not own.fits(Kind(shape, 32, 2000, 1))
+    own = Kind(shape, Layout(16, 1500, 1))
+    assert own.fits(Kind(shape, Layout(32, 1500, 1)))
+    assert not own.fits(Kind(shape, Layout(32, 2000, 1)))
 
 
 def test_deterministic_kernels_have_their_own_number_of_borders(logged: Logged) -> None:
@@ -182,8 +182,13 @@ def test_deterministic_kernels_have_their_own_number_of_borders(logged: Logged) 
 
 def test_of_graphs_that_fit_the_least_is_replayed(logged: Logged) -> None:
     shape = torch.Size([2, 2000])
-    kinds = [Kind(shape, 64, 2000, 0), Kind(shape, 32, 2000, 0), Kind(shape, 32, 1024, 0)]
+    kinds = [
+        Kind(shape, Layout(64, 2000, 0)),
+        Kind(shape, Layout(32, 2000, 0)),
+        Kind(shape, Layout(32, 1024, 0)),
+    ]
     logged.graphs = {kind: SimpleNamespace() for kind in kinds[:2]} | {kinds[2]: None}  # type: ignore[dict-item]
-    assert logged._wider(Kind(shape, 16, 512, 0)) == kinds[1]
-    assert logged._wider(Kind(shape, 16, 512, 0, last=True)) is None
-    assert logged._wider(Kind(torch.Size([1, 2000]), 16, 512, 0)) is None
+    own = Layout(16, 512, 0)
+    assert logged._wider(Kind(shape, own)) == kinds[1]
+    assert logged._wider(Kind(shape, own, last=True)) is None
+    assert logged._wider(Kind(torch.Size([1, 2000]), own)) is None

@@ -17,6 +17,11 @@ from transformers import GemmaConfig, LlamaConfig
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from lora_layers import (
+    assert_gradients_have_memory_of_their_own,
+    assert_trained_alike_without_gradient_of_the_input,
+    outcome,
+)
 from shardwise.kernels.lora_linear import fuse_lora
 from shardwise.kernels.lora_mlp import LoraMlp, fuse_lora_mlps
 
@@ -45,15 +50,6 @@ def fused(model, *, gelu=False, expected=1):
     return other
 
 
-def outcome(model, x):
-    """Output, gradient of the input, gradients of the adapters, for a fixed upstream gradient."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-    return [y, *torch.autograd.grad(y, [x, *trained], upstream)]
-
-
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("shape", [(5, 6), (2, 4, 6)])
 def test_outputs_and_gradients_are_pefts(gelu, shape):
@@ -77,13 +73,8 @@ def test_it_keeps_two_widths_a_token_and_no_third():
 
 def test_an_input_without_gradient_still_trains_the_adapters():
     peft = mlp()
-    other = fused(peft)
     x = torch.randn(5, 6, dtype=torch.float64)
-    for model in (peft, other):
-        model(x).sum().backward()
-    for left, right in zip(other.parameters(), peft.parameters(), strict=True):
-        assert (left.grad is None) == (right.grad is None)
-        assert left.grad is None or torch.allclose(left.grad, right.grad, rtol=1e-12)
+    assert_trained_alike_without_gradient_of_the_input(fused(peft), peft, x)
 
 
 def test_outputs_may_be_changed_in_place():
@@ -98,11 +89,7 @@ def test_outputs_may_be_changed_in_place():
 
 
 def test_gradients_of_gate_and_up_have_memory_of_their_own():
-    """Engines free and flatten them one by one."""
-    other = fused(mlp())
-    other(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
-    grads = [p.grad for p in other.parameters() if p.requires_grad]
-    assert len({g.untyped_storage().data_ptr() for g in grads}) == 6
+    assert_gradients_have_memory_of_their_own(fused(mlp()), torch.randn(5, 6, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

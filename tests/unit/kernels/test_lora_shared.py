@@ -10,6 +10,12 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lora_layers import (
+    assert_gradients_have_memory_of_their_own,
+    assert_trained_alike_without_gradient_of_the_input,
+    outcome,
+    trained,
+)
 from packed_rows import packed, samples
 from shardwise.kernels import lora_linear
 from shardwise.kernels.lora_linear import fuse_lora
@@ -20,7 +26,11 @@ from shardwise.objective.causal_lm import CausalLM
 from tiny_models import tiny_model
 
 NAMES = ["q_proj", "k_proj", "v_proj"]
-TRAINED = 2 * len(NAMES)
+ALONE = {
+    "bloom", "codegen", "dbrx", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_neox_japanese",
+    "jetmoe", "mamba", "persimmon", "phi3",
+}  # fmt: skip
+"""Families without two layers of one of `TOGETHER`."""
 
 
 class Heads(nn.Module):
@@ -48,14 +58,6 @@ def shared(model):
     fuse_lora(other)
     share_inputs(other)
     return other
-
-
-def outcome(model, x, *others):
-    x = x.clone().requires_grad_()
-    y = model(x, *others)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-    return [y, *torch.autograd.grad(y, [x, *trained], upstream)]
 
 
 def equal(measured, expected):
@@ -98,21 +100,12 @@ def test_outputs_and_gradients_are_pefts(bias, shape, lora, nodes, calls):
 
 
 def test_an_input_without_gradient_still_trains_the_adapters():
-    peft = attention()
-    other, x = shared(peft), torch.randn(5, 6, dtype=torch.float64)
-    for model in (peft, other):
-        model(x).sum().backward()
-    for left, right in zip(other.parameters(), peft.parameters(), strict=True):
-        assert (left.grad is None) == (right.grad is None)
-        assert left.grad is None or torch.allclose(left.grad, right.grad, rtol=1e-12)
+    peft, x = attention(), torch.randn(5, 6, dtype=torch.float64)
+    assert_trained_alike_without_gradient_of_the_input(shared(peft), peft, x)
 
 
 def test_gradients_have_memory_of_their_own():
-    """Engines free and flatten them one by one."""
-    other = shared(attention())
-    other(torch.randn(5, 6, dtype=torch.float64)).sum().backward()
-    grads = [p.grad for p in other.parameters() if p.requires_grad]
-    assert len({g.untyped_storage().data_ptr() for g in grads}) == TRAINED
+    assert_gradients_have_memory_of_their_own(shared(attention()), torch.randn(5, 6, dtype=torch.float64))
 
 
 def test_the_input_is_kept_once():
@@ -204,17 +197,22 @@ def test_quantized_weights_give_what_each_layer_gives_alone(kind):
         assert torch.allclose(left, right, rtol=1e-5, atol=1e-5)
 
 
+def names_of(model):
+    """Of `TOGETHER`, the linear layers that a model has."""
+    linear = {path.rpartition(".")[2] for path, module in model.named_modules() if type(module) is nn.Linear}
+    return [sorted(linear & {*names}) for names in TOGETHER]
+
+
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of experts
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - ALONE))
 def test_every_family_has_the_gradients_of_pefts_layers(name, calls):
     """Those that call query, key and value with one tensor have one node for them, in every step."""
     model = tiny_model(name)
-    linear = {path.rpartition(".")[2] for path, module in model.named_modules() if type(module) is nn.Linear}
-    targets = sorted(linear & {one for names in TOGETHER for one in names})
-    if len(targets) < 2:
-        pytest.skip("it has no two such layers")
+    names = names_of(model)
     torch.manual_seed(1)
-    settings = LoraConfig(r=3, target_modules=targets, init_lora_weights=False)
+    settings = LoraConfig(
+        r=3, target_modules=[one for group in names for one in group], init_lora_weights=False
+    )
     inject_adapter_in_model(settings, model)
     batch = packed(samples()[:2], rows=((0,), (1,)))
     found, nodes = [], []
@@ -225,9 +223,14 @@ def test_every_family_has_the_gradients_of_pefts_layers(name, calls):
             loss = CausalLM(one, packed=False)(batch)
             loss.backward()
             nodes.append([*calls])
-        trained = [p.grad.flatten() for p in one.parameters() if p.requires_grad and p.grad is not None]
-        found.append((loss.item(), torch.cat(trained)))
+        gradients = [p.grad.flatten() for p in trained(one) if p.grad is not None]
+        found.append((loss.item(), torch.cat(gradients)))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
     assert (found[1][1] - found[0][1]).norm() <= 2e-5 * found[0][1].norm()
     assert nodes[2] == nodes[3]
-    assert max(nodes[2]) == max(len(set(names) & set(targets)) for names in TOGETHER)
+    assert max(nodes[2]) == max(map(len, names)) > 1
+
+
+@pytest.mark.parametrize("name", sorted(ALONE))
+def test_other_families_have_no_two_such_layers(name):
+    assert max(map(len, names_of(tiny_model(name)))) < 2

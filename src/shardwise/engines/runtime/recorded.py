@@ -31,16 +31,15 @@ class Kind(NamedTuple):
     """What a graph depends on."""
 
     shape: torch.Size
-    borders: int
-    longest: int
-    single_segment_rows: int
+    layout: Layout
     last: bool = False  # of a step's micro-batches, under ZeRO
 
     def fits(self, other: "Kind") -> bool:
         """Whether a micro-batch of this kind is one of `other`, with more empty segments."""
-        longest = self.longest if self.single_segment_rows else other.longest  # such rows are cut by it
-        same = self._replace(borders=other.borders, longest=longest) == other
-        return same and self.borders <= other.borders and self.longest <= other.longest
+        own, wide = self.layout, other.layout
+        longest = own.longest if own.single_segment_rows else wide.longest  # such rows are cut by it
+        same = self._replace(layout=own._replace(borders=wide.borders, longest=longest)) == other
+        return same and own.borders <= wide.borders and own.longest <= wide.longest
 
 
 Loss = Callable[[MicroBatch], torch.Tensor]
@@ -120,8 +119,7 @@ class RecordedPasses:
             torch.cuda.empty_cache()
 
     def kind(self, batch: MicroBatch) -> Kind:
-        shape, borders = batch.input_ids.shape, len(batch.cu_seqlens)
-        return Kind(shape, borders, batch.max_seqlen, batch.single_segment_rows)
+        return Kind(batch.input_ids.shape, batch.layout)
 
     def _wider(self, kind: Kind) -> Kind | None:
         """The kind whose graph a micro-batch of a kind without one replays; None: it runs as usual.
@@ -132,13 +130,14 @@ class RecordedPasses:
         if often or kind in self.waiting or torch.are_deterministic_algorithms_enabled():
             return None
         fitting = [one for one, graph in self.graphs.items() if graph is not None and kind.fits(one)]
-        return min(fitting, key=lambda one: one.borders * one.longest, default=None)  # blocks of attention
+        blocks = {one: one.layout.borders * one.layout.longest for one in fitting}  # of attention
+        return min(fitting, key=blocks.__getitem__, default=None)
 
     def one(self, batch: MicroBatch) -> torch.Tensor:
         kind = self.kind(batch)
         if kind not in self.graphs and (other := self._wider(kind)):
             self._borrowed[kind] += 1
-            kind, batch = other, with_borders(batch, other.borders)
+            kind, batch = other, with_borders(batch, other.layout.borders)
         if kind not in self.graphs:
             if kind not in self.waiting:
                 self.settle()
@@ -222,8 +221,7 @@ def padded(batch: MicroBatch, *, separates: bool = True) -> MicroBatch:
     `separates`: rows of a single segment are computed otherwise than others.
     """
     rows = batch.input_ids.shape[1]
-    own = Layout(len(batch.cu_seqlens), batch.max_seqlen, batch.single_segment_rows)
-    count, longest, single = batch.common or own
+    count, longest, single = batch.common or batch.layout
     single = single if separates else 0
     if not single:
         longest = min(rows, 1 << (longest - 1).bit_length())
